@@ -13,6 +13,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from vlm_batch.runtime.blas import preload_openblas
 
@@ -48,7 +49,8 @@ def decoding(rows: int, tokens: int, params: SamplingParams) -> BatchGenerator:
     def decode(step: DecodeStep, call: Call) -> mx.array:
         return logits[: step.tokens.shape[0]]
 
-    adapter.decode = decode  # type: ignore[method-assign,assignment]
+    model: Any = adapter
+    model.decode = decode
     generator = BatchGenerator(adapter, policy=policy_of({"max_rows": rows}))
     for index in range(rows):
         inputs = as_mlx({"input_ids": caches.np.full((1, 32), 5 + index)})

@@ -14,7 +14,9 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.several import Several
+from vlm_batch.records import Terms
 from vlm_batch.types import Result
 
 CIRCLE = str(sample_images()[3])
@@ -213,3 +215,12 @@ def test_every_kind_of_state_forks(name: str, placement: Placement) -> None:
     forked = run({"a": replace(params, n=3)})
     names = Several("a", 3).row_ids
     assert [forked[name] for name in names] == [single["0"], single["1"], single["2"]]
+
+
+def test_further_answers_have_what_their_request_asks() -> None:
+    """Also when they are computed again; the conversation's state is the first answer's alone."""
+    terms = Terms(2, 3, may_draft=False, returns_cache=True, cache_salt="one")
+    row = new_row("a", Prompt(), SamplingParams(n=3, seed=1), terms=terms)
+    assert [sibling.terms for sibling in row.siblings] == [
+        replace(terms, returns_cache=False)
+    ] * 2

@@ -74,7 +74,7 @@ class Encoded:
         return self.has_rows or not (self.prefill or self.atomic)
 
     def facts(self, *, with_ids: bool = False) -> PromptFacts:
-        """Return what outlives it. ``with_ids``: the tokens, too."""
+        """Return the facts that outlive it. ``with_ids``: the tokens, too."""
         ids = tuple(self.input_ids[0].tolist()) if with_ids else None
         return PromptFacts(
             length=self.length,
@@ -89,7 +89,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class PromptFacts:
-    """What outlives an encoded prompt (``PositionState``, ``Encoded``)."""
+    """Facts that outlive an encoded prompt (``PositionState``, ``Encoded``)."""
 
     length: int = 0
     delta: int = 0
@@ -103,7 +103,7 @@ class PromptFacts:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a request asks beside its answer."""
+    """Terms of a request, beside its parameters."""
 
     priority: int = 0
     client: int = 0

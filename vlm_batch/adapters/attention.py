@@ -12,6 +12,7 @@ from mlx_vlm.models import base as upstream
 
 from vlm_batch.adapters import operations
 from vlm_batch.adapters.hooks import current, hook
+from vlm_batch.arrays import map_arrays
 from vlm_batch.caches.drafted import DraftedStates, attend_drafted
 from vlm_batch.caches.quantized import QuantizedStates, SlabStates, unpacked
 from vlm_batch.caches.rows import RowsCache, RowStates, attend_rows
@@ -78,17 +79,11 @@ def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
 
     class RowByRow(attention_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            rows = next(
-                (
-                    value
-                    for value in (*args, *kwargs.values())
-                    if isinstance(value, RowsCache)
-                ),
-                None,
-            )
-            if rows is None:
-                return super().__call__(*args, **kwargs)
-            return each_row(super().__call__, rows, *args, **kwargs)
+            theirs = super().__call__
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, RowsCache):
+                    return each_row(theirs, value, *args, **kwargs)
+            return theirs(*args, **kwargs)
 
     return RowByRow
 
@@ -108,12 +103,12 @@ def each_row(
         named = {name: _of_row(value, place) for name, value in kwargs.items()}
         answers[place] = function(*own, **named)
     like = next(iter(answers.values()))
-    is_tuple = isinstance(like, tuple)
-    empty = tuple(map(mx.zeros_like, like)) if is_tuple else mx.zeros_like(like)
+    empty = map_arrays(like, mx.zeros_like)
     filled = [answers.get(place, empty) for place in range(len(rows.places))]
-    if is_tuple:
-        return tuple(mx.concatenate(list(part)) for part in zip(*filled, strict=True))
-    return mx.concatenate(filled)
+    if not isinstance(like, tuple):
+        return mx.concatenate(filled)
+    parts = zip(*filled, strict=True)
+    return tuple(mx.concatenate(list(part)) for part in parts)
 
 
 def _of_row(value: Any, place: int) -> Any:

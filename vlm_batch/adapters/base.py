@@ -183,12 +183,14 @@ class Adapter(FamilyHooks):
         """Return the inputs of ``input_keys``; raise InvalidPrompt for others than ignored ones."""
         known: dict[str, Any] = {}
         unknown: list[str] = []
+        ignored = self.ignored | IGNORED_INPUTS
         for name, value in inputs.items():
             if value is None or name == "input_ids":
                 continue
             if name in self.input_keys:
-                known[name] = joined(value) if isinstance(value, Joined) else value
-            elif name not in self.ignored | IGNORED_INPUTS:
+                is_apart = isinstance(value, Joined)
+                known[name] = joined(value) if is_apart else value
+            elif name not in ignored:
                 unknown.append(name)
         if unknown:
             raise InvalidPrompt(
@@ -385,15 +387,13 @@ class GraphedSteps(Adapter):
 
         A graph fuses that bias with the broadcast before it.
         """
-        quantised = [
-            module
-            for _, module in self.language.named_modules()
-            if isinstance(module, nn.QuantizedLinear)
-        ]
-        has_bias = any("bias" in layer for layer in quantised)
-        if self.are_compared and operations.counts_launches() and not has_bias:
-            return Graphs.BY_DEFAULT
-        return Graphs.IF_ASKED
+        if not self.are_compared or not operations.counts_launches():
+            return Graphs.IF_ASKED
+        for module in self.language.modules():
+            is_quantised = isinstance(module, nn.QuantizedLinear)
+            if is_quantised and "bias" in module:
+                return Graphs.IF_ASKED
+        return Graphs.BY_DEFAULT
 
 
 def trunk_logits(

@@ -64,15 +64,21 @@ def takes(array: Any, size: int | None = None) -> bool:
     """
     if not is_adapting() or not isinstance(array, mx.array):
         return False
-    call = current()
-    if array.dtype not in FLOATS or call.positions is not None or not array.size:
+    if current().positions is not None:
         return False
-    if not call.is_fixed:
-        num_rows = array.shape[0] if array.ndim > 2 else 1
-        size = array.size if size is None else size
-        if size < num_rows * FEWEST:
-            return False
+    if array.dtype not in FLOATS or not array.size:
+        return False
+    if not _is_large(array, array.size if size is None else size):
+        return False
     return exponentials.is_numpys()
+
+
+def _is_large(array: mx.array, size: int) -> bool:
+    """Whether ``size`` exponentials of an array are many for each of its rows."""
+    if current().is_fixed:
+        return True
+    num_rows = array.shape[0] if array.ndim > 2 else 1
+    return size >= num_rows * FEWEST
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -336,8 +342,9 @@ def hook_exponentials(model: nn.Module, files: Iterable[str]) -> None:
 
 def _rebind(space: dict[str, Any]) -> None:
     for name, bound in list(space.items()):
-        if isinstance(bound, dict) and name.isupper():  # a table of activations
-            _rebind(bound)
+        if isinstance(bound, dict):
+            if name.isupper():  # a table of activations
+                _rebind(bound)
             continue
         if not callable(bound) or is_hook(bound):
             continue

@@ -92,22 +92,30 @@ def suit_few_rows(model: nn.Module) -> None:
     for module in model.modules():
         layer: Any = module
         ours = KINDS.get(type(layer))
-        if ours is not None and _has_fitting_weight(layer, is_one):
-            layer.__class__ = ours
-            layer.__dict__["most_rows"] = most_rows
+        if ours is None or not _has_fitting_weight(layer, is_one):
+            continue
+        layer.__class__ = ours
+        layer.__dict__["most_rows"] = most_rows
 
 
 def _has_fitting_weight(layer: Any, is_one: bool) -> bool:
     """Whether a layer's products of few rows gain, where one thread makes them or several."""
     weight, bias = layer.get("weight"), layer.get("bias")
-    if weight is None or weight.ndim != 2 or not weight.size:
+    if weight is None or weight.dtype != mx.float32 or weight.ndim != 2:
         return False
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return False
+    if not _gains_by_blocks(weight, is_one):
+        return False
+    return bool(memoryview(weight).c_contiguous)
+
+
+def _gains_by_blocks(weight: mx.array, is_one: bool) -> bool:
+    """Whether products with weights (outputs, width) gain from blocks."""
     outputs, width = weight.shape
-    is_large = is_one and weight.size >= LARGE and width % EVEN == 0
-    needs = (
-        weight.dtype == mx.float32,
-        outputs >= BLOCKS[-1],
-        bias is None or bias.shape == (outputs,),
-        width % ALIASED == 0 or is_large,
-    )
-    return all(needs) and memoryview(weight).c_contiguous
+    if outputs < BLOCKS[-1] or not width:
+        return False
+    step = ALIASED
+    if is_one and weight.size >= LARGE:
+        step = EVEN
+    return width % step == 0

@@ -37,12 +37,14 @@ def fingerprint(adapter: Adapter) -> str:
 
 def plain(value: Any) -> Any:
     """Return a configuration's value as dicts, lists, numbers and texts."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (type(None), bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        value = sorted(value)
+        return list(map(plain, sorted(value)))
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return plain(vars(value)) if hasattr(value, "__dict__") else str(value)
+        return list(map(plain, value))
+    if hasattr(value, "__dict__"):
+        return plain(vars(value))
+    return str(value)

@@ -66,8 +66,9 @@ class Heads(ABC):
     @staticmethod
     def last_states(rows: Sequence[DraftState | None]) -> mx.array:
         """Return each place's last hidden state (B, 1, D); empty places get place 0's."""
-        some = next(row for row in rows if row is not None)
-        last = [last_of((row or some).hidden[-1]) for row in rows]
+        some = next(filter(None, rows))
+        filled = [row or some for row in rows]
+        last = [last_of(row.hidden[-1]) for row in filled]
         return gathered(last)[:, None]
 
 
@@ -150,9 +151,15 @@ class NextTokens(Heads):
     def propose(
         self, rows: Sequence[DraftState | None], layers: Sequence[Any], count: int
     ) -> mx.array:
-        live = [row for row in rows if row is not None]
+        live: list[DraftState] = []
         caches: list[Any] = []
-        for row in live:
+        # each place's in ``live``; empty places get the first row's
+        at = [0] * len(rows)
+        for place, row in enumerate(rows):
+            if row is None:
+                continue
+            at[place] = len(live)
+            live.append(row)
             self._begin(row)
             caches += row.caches
         num_layers = len(live[0].caches)
@@ -162,9 +169,7 @@ class NextTokens(Heads):
         # what was drafted is computed again from the model's own states, if it is accepted
         for cache in caches:
             cache.trim(count - 1)
-        # empty places get the first row's
-        at = {id(row): place for place, row in enumerate(live)}
-        return told[mx.array([at.get(id(row), 0) for row in rows])]
+        return told[mx.array(at)]
 
     def _begin(self, row: DraftState) -> None:
         """Prepare a row that has not been drafted for, or not lately."""

@@ -88,8 +88,11 @@ def files_of(module: nn.Module) -> set[str]:
     """Name the modules of a tree's classes and bases, except ours."""
     files: set[str] = set()
     for kind in set(map(type, module.modules())):
-        files.update(base.__module__ for base in kind.__mro__)
-    return {file for file in files if not file.startswith("vlm_batch.")}
+        for base in kind.__mro__:
+            file = base.__module__
+            if not file.startswith("vlm_batch."):
+                files.add(file)
+    return files
 
 
 def install_hooks(
@@ -174,15 +177,17 @@ def _upstream_functions(cls: type) -> Iterator[FunctionType]:
     """Yield the functions of a class that run: mlx-vlm's, and not those that ours replace."""
     ended: set[str] = set()
     for base in cls.__mro__:
+        is_replaced = is_replacement(base)
         for name, value in vars(base).items():
             if name in ended or not isinstance(value, FunctionType):
                 continue
-            is_ours = is_replacement(base) and value.__module__ == base.__module__
+            is_ours = is_replaced and value.__module__ == base.__module__
+            if is_ours and "super" in _names(value.__code__):
+                continue
+            # of ours that call no base, bases do not run
+            ended.add(name)
             if not is_ours:
                 yield value
-            # of ours that call no base, bases do not run
-            if not is_ours or "super" not in _names(value.__code__):
-                ended.add(name)
 
 
 def is_replacement(cls: type) -> bool:

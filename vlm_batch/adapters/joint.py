@@ -166,11 +166,9 @@ def make_calls(
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue
-        found.update(
-            (at, answer)
-            for at, answer in zip(places, made, strict=True)
-            if answer is not None
-        )
+        for at, answer in zip(places, made, strict=True):
+            if answer is not None:
+                found[at] = answer
     return found
 
 
@@ -192,10 +190,11 @@ def outputs_together(
         Outputs by the requests' places; none of requests without such media.
     """
     outputs: dict[int, TowerOutputs] = {}
+    encoding: dict[int, Callable[[TowerOutputs], Any]] = {}
     for at, inputs in enumerate(requests):
         if any(name.startswith(shared) for name in inputs):
             outputs[at] = TowerOutputs()
-    encoding = {at: partial(encode, requests[at]) for at in outputs}
+            encoding[at] = partial(encode, inputs)
 
     calls: dict[int, TowerCall] = {}
     room = call.most_patches

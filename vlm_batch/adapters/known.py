@@ -41,11 +41,9 @@ class HostIntegers(mx.array):
 
     def __getitem__(self, at: Any) -> Any:
         places = at if isinstance(at, tuple) else (at,)
-        if not all(
-            isinstance(place, _INDEX) and not isinstance(place, bool)
-            for place in places
-        ):
-            return super().__getitem__(at)
+        for place in places:
+            if isinstance(place, bool) or not isinstance(place, _INDEX):
+                return super().__getitem__(at)
         return known(self.numbers[at])
 
     def __iter__(self) -> Any:
@@ -53,11 +51,13 @@ class HostIntegers(mx.array):
 
     def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
         given = other.numbers if isinstance(other, HostIntegers) else other
-        if not isinstance(given, int) and not (
-            isinstance(given, np.ndarray) and given.dtype.kind in "iub"
-        ):
-            return getattr(mx.array, f"__{compare.__name__.rstrip('_')}__")(self, other)
-        return known(compare(self.numbers, given))
+        is_whole = isinstance(given, int)
+        if isinstance(given, np.ndarray):
+            is_whole = given.dtype.kind in "iub"
+        if is_whole:
+            return known(compare(self.numbers, given))
+        theirs = getattr(mx.array, f"__{compare.__name__.rstrip('_')}__")
+        return theirs(self, other)
 
     def _reduced(
         self, name: str, axis: Any = None, keepdims: bool = False, **how: Any
@@ -113,11 +113,9 @@ def known(numbers: Any) -> Any:
 
 def know(value: Any) -> Any:
     """Return an evaluated array of few integers as ``HostIntegers``, anything else as it is."""
-    if (
-        not isinstance(value, mx.array)
-        or isinstance(value, HostIntegers)
-        or value.size > MOST
-    ):
+    if not isinstance(value, mx.array) or isinstance(value, HostIntegers):
+        return value
+    if value.size > MOST:
         return value
     if value.dtype != mx.bool_ and not mx.issubdtype(value.dtype, mx.integer):
         return value

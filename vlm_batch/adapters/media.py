@@ -99,12 +99,13 @@ def check_sound(ids: Any, extra: Mapping[str, Any], marks: Collection[int]) -> N
     if not marks:
         return
     given = _count_marks(ids, marks)
-    if given and not sound:
-        raise InvalidPrompt(
-            f"the prompt has {given} placeholder tokens for recordings, and there is no recording"
-        )
-    if sound and not given:
+    if bool(given) == bool(sound):
+        return
+    if sound:
         raise InvalidPrompt("the recordings need placeholder tokens; the prompt has 0")
+    raise InvalidPrompt(
+        f"the prompt has {given} placeholder tokens for recordings, and there is no recording"
+    )
 
 
 def _check_lengths(recordings: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from itertools import chain, islice
 from typing import Any, ClassVar
@@ -37,10 +37,11 @@ def _clone(node: Any, patches: Mapping[type, type], seen: dict[int, Any]) -> Any
         if id(node) not in seen:
             seen[id(node)] = _cloned_module(node, patches, seen)
         return seen[id(node)]
+    clone = partial(_clone, patches=patches, seen=seen)
     if type(node) in (list, tuple):
-        return type(node)([_clone(child, patches, seen) for child in node])
+        return type(node)(map(clone, node))
     if type(node) is dict:
-        return {name: _clone(child, patches, seen) for name, child in node.items()}
+        return {name: clone(child) for name, child in node.items()}
     return node
 
 
@@ -161,8 +162,10 @@ class RememberingTower(nn.Module):
         *others, states = found
         if not isinstance(states, (list, tuple)):
             return found
+        if isinstance(wanted, int):
+            wanted = [wanted]
         kept: list[Any] = [None] * len(states)
-        for layer in [wanted] if isinstance(wanted, int) else wanted:
+        for layer in wanted:
             kept[layer] = states[layer]
         return (*others, kept)
 
@@ -194,23 +197,21 @@ class RememberingTower(nn.Module):
         make: Callable[[Sequence[TowerCall]], list[Any]],
     ) -> list[Any]:
         """Return stored features; make missing ones together, duplicates once."""
-        keys = [self.key(call.args, call.kwargs) for call in calls]
-        found = [self.stored(key) for key in keys]
-        # a call that cannot be stored is like no other
-        names: list[bytes | int] = [key or at for at, key in enumerate(keys)]
-        first: dict[bytes | int, int] = {}
-        for at, name in enumerate(names):
+        found: list[Any] = []
+        missing: dict[bytes | int, list[int]] = {}
+        for at, call in enumerate(calls):
+            key = self.key(call.args, call.kwargs)
+            found.append(self.stored(key))
             if found[at] is None:
-                first.setdefault(name, at)
-        if not first:
+                # a call that cannot be stored is like no other
+                missing.setdefault(key or at, []).append(at)
+        if not missing:
             return found
-        parts = make([calls[at] for at in first.values()])
-        made = dict(zip(first, parts, strict=True))
-        for name, at in first.items():
-            self.remember(keys[at], made[name])
-        for at, name in enumerate(names):
-            if found[at] is None:
-                found[at] = made[name]
+        parts = make([calls[first] for first, *_ in missing.values()])
+        for (name, places), part in zip(missing.items(), parts, strict=True):
+            self.remember(name if isinstance(name, bytes) else None, part)
+            for at in places:
+                found[at] = part
         return found
 
     def run_by_shape(self, calls: Sequence[TowerCall]) -> list[Any]:
@@ -284,13 +285,13 @@ class RememberingRowTower(RememberingBatchTower):
 
     def split(self, found: Any, calls: Sequence[TowerCall]) -> list[Any] | None:
         counts = [call.arrays[0].shape[0] for call in calls]
-        if not isinstance(found, mx.array) or found.ndim != 3:
-            return None
-        rows, length, _ = found.shape
-        if rows != 1 or length % sum(counts):
+        is_row = isinstance(found, mx.array) and found.shape[:-2] == (1,)
+        if not is_row or found.shape[1] % sum(counts):
             return None
         parts = split_rows(found[0], counts)
-        return None if parts is None else [part[None] for part in parts]
+        if parts is None:
+            return None
+        return [part[None] for part in parts]
 
 
 class RememberingPackedTower(RememberingBatchTower):
@@ -329,10 +330,12 @@ class RememberingSizedTower(RememberingTower):
     def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
         """Return the kind of pictures of any size, if each has one: a call that does not fit must fail alone."""
         sizes = kwargs.get("image_sizes")
-        if len(args) != 1 or args[0].ndim != 4 or not isinstance(sizes, mx.array):
+        if len(args) != 1 or not isinstance(sizes, mx.array):
             return None
-        is_whole = mx.issubdtype(sizes.dtype, mx.integer)
-        if sizes.shape != (args[0].shape[0], 2) or not is_whole:
+        (pictures,) = args
+        if pictures.ndim != 4 or sizes.shape != (len(pictures), 2):
+            return None
+        if not mx.issubdtype(sizes.dtype, mx.integer):
             return None
         kind = CallKind.of(args, kwargs)
         return kind._replace(shapes=(kind.shapes[0][2:], *kind.shapes[1:]))
@@ -385,12 +388,13 @@ class RememberingGridTower(RememberingTower):
         if len(args) != 2 or arrays_of(dict(kwargs)):
             return None
         pixels, grids = args
-        if not isinstance(pixels, mx.array) or not isinstance(grids, mx.array):
-            return None
-        if grids.ndim != 2:
+        are_arrays = isinstance(pixels, mx.array) and isinstance(grids, mx.array)
+        if not are_arrays or grids.ndim != 2:
             return None
         axis = patch_axis(pixels, num_patches(grids))
-        return None if axis is None else CallKind.of(args, kwargs, axis)
+        if axis is None:
+            return None
+        return CallKind.of(args, kwargs, axis)
 
     def run_joined(self, calls: Sequence[TowerCall]) -> list[Any]:
         if all(call.args[1].shape[0] == 1 for call in calls):
@@ -419,7 +423,9 @@ class RememberingGridTower(RememberingTower):
         found: list[Any] = [None] * len(calls)
         pictures = current().pictures
         for places in shapes.values():
-            count = 1 if pictures is None else pictures(calls[places[0]])
+            count = 1
+            if pictures is not None:
+                count = pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
                 answers = self.as_one([calls[at] for at in part], count)
@@ -541,7 +547,8 @@ def _arrays(module: nn.Module) -> Iterator[mx.array]:
         if isinstance(node, mx.array):
             yield node
             return
-        if id(node) in seen or isinstance(node, leaves) or _is_on_disk(node):
+        is_leaf = isinstance(node, leaves)
+        if is_leaf or id(node) in seen or _is_on_disk(node):
             return
         seen[id(node)] = node
         children: list[Any] = []

@@ -206,11 +206,11 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         return gated * x
     if takes_powers(gate):
         return gate * x / (1 + mx.power(powers.E, -gate))
+    if not counts_launches():
+        return SWIGLU(gate, x)
     # decode steps have few shapes to trace
-    is_step = gate.ndim == 3 and gate.shape[1] == 1
-    if is_step and counts_launches():
-        return fused.swiglu(gate, x)
-    return SWIGLU(gate, x)
+    is_step = gate.shape[1:-1] == (1,)
+    return fused.swiglu(gate, x) if is_step else SWIGLU(gate, x)
 
 
 def turn_pairs(

@@ -32,21 +32,24 @@ def multiply(rows: mx.array, layer: Any, expert: int | None = None) -> mx.array 
     """
     width = rows.shape[-1]
     count = rows.size // width
-    if layer.mode != "affine" or (rows.dtype == mx.float32 and count < FEW_ROWS):
+    is_few = count < FEW_ROWS and rows.dtype == mx.float32
+    if is_few or layer.mode != "affine":
         return None
-    arrays = [layer[name] for name in ("weight", "scales", "biases")]
+    packed, scales, biases = layer["weight"], layer["scales"], layer["biases"]
     if expert is not None:
-        arrays = [array[expert] for array in arrays]
-    wide, step = rows.astype(mx.float32).reshape(count, width), max(1, PART // width)
+        packed, scales, biases = packed[expert], scales[expert], biases[expert]
+    wide = rows.astype(mx.float32).reshape(count, width)
     how = {"group_size": layer.group_size, "bits": layer.bits}
+    step = max(1, PART // width)
     found: list[mx.array] = []
-    for first in range(0, arrays[0].shape[0], step):
-        packed, scales, biases = (array[first : first + step] for array in arrays)
+    before = wide
+    for first in range(0, packed.shape[0], step):
+        own = slice(first, first + step)
         # else MLX widens all parts first
-        before = found[-1] if found else wide
-        packed = mx.depends([packed], [before])[0]
-        by = (scales.astype(mx.float32), biases.astype(mx.float32))
-        found.append(wide @ mx.dequantize(packed, *by, **how).T)
+        part = mx.depends([packed[own]], [before])[0]
+        by = (scales[own].astype(mx.float32), biases[own].astype(mx.float32))
+        before = wide @ mx.dequantize(part, *by, **how).T
+        found.append(before)
     product = joined(found, axis=-1)
     return product.reshape(*rows.shape[:-1], -1).astype(rows.dtype)
 

@@ -86,19 +86,15 @@ class PatchesOfRows:
         if not is_known or not all(map(_is_rgb, pictures)):
             return theirs.__call__(images, **kwargs)
         said = {name: kwargs[name] for name in SIZES if name in kwargs}
-        # (height, width)
-        sizes = [
-            theirs._resolved_size(one.height, one.width, **said) for one in pictures
-        ]
+        sizes: list[tuple[int, int]] = []  # (height, width)
+        for one in pictures:
+            sizes.append(theirs._resolved_size(one.height, one.width, **said))
         sides = np.array(sizes, dtype=np.int64).reshape(-1, 2) // self.patch_size
         grids = np.insert(sides, 0, 1, axis=1)
         if self.pictures is not None and all(map(_has_content, pictures)):
-            parts = [
-                self._recalled(picture, size)
-                for picture, size in zip(pictures, sizes, strict=True)
-            ]
-            pictures[0].stand_in = StandIn(parts)
-            return {"pixel_values": pictures[0].stand_in, "image_grid_thw": grids}
+            stand_in = StandIn(list(map(self._recalled, pictures, sizes)))
+            pictures[0].stand_in = stand_in
+            return {"pixel_values": stand_in, "image_grid_thw": grids}
         counts = grids.prod(axis=1).tolist()
         patches = np.empty((sum(counts), self._width), dtype=np.float32)
         each = np.split(patches, np.cumsum(counts)[:-1].tolist())

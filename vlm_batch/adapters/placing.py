@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from types import FunctionType
@@ -94,13 +94,11 @@ def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
     def put(*given: Any, **named: Any) -> Any:
         said = dict(zip(arguments, given, strict=False)) | named
         embeds, tokens = said["inputs_embeds"], np.array(said["input_ids"])[0]
-        features = said["image_features" if "image_features" in said else "features"]
+        name = "image_features" if "image_features" in said else "features"
+        features = said[name]
         if merge.keeps_type:
             features = features.astype(embeds.dtype)
-        asked: list[int] = []
-        for name in ids:
-            if said.get(name) is not None:
-                asked += map(int, np.ravel(said[name]))
+        asked = _asked(said, ids)
         if needs_ids and not asked:
             raise ValueError(f"the configuration names no placeholder for {merge.name}")
         is_place = are_any(tokens, _marks_of(merge, tokens, asked, marks))
@@ -110,6 +108,15 @@ def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
         return found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape)
 
     setattr(model, merge.name, put)
+
+
+def _asked(said: Mapping[str, Any], names: Sequence[str]) -> list[int]:
+    """Return the ids that arguments of these names have."""
+    found: list[int] = []
+    for name in names:
+        if said.get(name) is not None:
+            found += map(int, np.ravel(said[name]))
+    return found
 
 
 def _marks_of(

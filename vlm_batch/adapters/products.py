@@ -45,19 +45,22 @@ class Product:
     is_head: bool = False  # computed for a prompt's last position only
 
     def __str__(self) -> str:
-        parts = [" with a bias"] * ("bias" in self.layer) + [
-            " as a head"
-        ] * self.is_head
-        return f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}{''.join(parts)}"
+        said = (
+            f"products of {self.width} by {self.outputs} in {self.layout or self.dtype}"
+        )
+        if "bias" in self.layer:
+            said += " with a bias"
+        if self.is_head:
+            said += " as a head"
+        return said
 
     @property
     def far(self) -> int:
         """The columns between two equal halves; 0 without room."""
-        unit = (
-            self.layout[0]
-            if self.layout and self.width >= 2 * self.layout[0]
-            else BLOCK
-        )
+        unit = BLOCK
+        if self.layout:
+            group_size, *_ = self.layout
+            unit = group_size if self.width >= 2 * group_size else BLOCK
         return self.width // 2 // unit * unit
 
     @property
@@ -235,7 +238,8 @@ def _plain_class(module: nn.Module) -> type:
 def hold_products(model: nn.Module, numbers: Mapping[str, Sequence[int]]) -> None:
     """Hold the named products of a private copy to row counts; free the others."""
     for path, module in model.named_modules():
-        if (product := _product_of(path, module, None)) is None:
+        product = _product_of(path, module, None)
+        if product is None:
             continue
         own = tuple(numbers.get(str(product), ()))
         plain = _plain_class(module)
@@ -279,10 +283,11 @@ def watched(model: nn.Module) -> Iterator[list[mx.array]]:
     bits.
     """
     found: list[mx.array] = []
-    layers: list[Any] = [
-        module for module in model.modules() if _plain_class(module) in HELD
-    ]
-    before = [type(layer) for layer in layers]
+    layers: list[Any] = []
+    for module in model.modules():
+        if _plain_class(module) in HELD:
+            layers.append(module)
+    before = list(map(type, layers))
     kinds = {kind: _watching(kind, found) for kind in set(before)}
     for layer in layers:
         layer.__class__ = kinds.get(type(layer), type(layer))
@@ -312,8 +317,8 @@ def in_numbers(
     Rows are repeated up to a count or split. Prompts (over ``MOST_ROWS`` rows, or several per place) run unchanged.
     """
     count = rows.shape[0]
-    is_step = count <= MOST_ROWS and rows.size == count * rows.shape[-1]
-    if count in numbers or not is_step:
+    has_one_each = rows.size == count * rows.shape[-1]
+    if count in numbers or count > MOST_ROWS or not has_one_each:
         return call(rows)
     if count > numbers[-1]:
         parts = mx.split(rows, list(range(numbers[-1], count, numbers[-1])))

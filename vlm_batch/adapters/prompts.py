@@ -90,10 +90,11 @@ def taken_apart(
     if not runs:
         return (Picture(0, ids.shape[1], inputs),)
     lengths = {end - start for start, end in runs}
-    entries = {num_entries(value) for value in inputs.values()}
-    if len(lengths) > 1 or entries != {len(runs)}:
+    entries = set(map(num_entries, inputs.values()))
+    are_alike = len(lengths) == 1 and entries == {len(runs)}
+    if not are_alike:
         return (Picture(runs[0][0], runs[-1][1], inputs),)
-    found = []
+    found: list[Picture] = []
     for index, (start, end) in enumerate(runs):
         own = {name: value[index] for name, value in inputs.items()}
         found.append(Picture(start, end, own))
@@ -135,11 +136,11 @@ def num_logits(language: Any, table: Any) -> int | None:
     for path, module in language.named_modules():
         if path.endswith("lm_head") and "weight" in module:
             return int(module["weight"].shape[0])
-    for name in ("weight", "embedding"):  # Molmo's second table has no logits
-        rows = getattr(table, name, None)
-        if rows is not None:
-            return int(rows.shape[0])
-    return None
+    # Molmo's second table has no logits
+    rows = getattr(table, "weight", None)
+    if rows is None:
+        rows = getattr(table, "embedding", None)
+    return None if rows is None else int(rows.shape[0])
 
 
 def dtype_of(table: Any) -> mx.Dtype | None:
@@ -184,20 +185,24 @@ def check_places(ids: Any, runs: Sequence[np.ndarray], noun: str = "pictures") -
     """
     tokens = np.array(ids)[0]
     runs = [run for run in runs if run.size]
-    said = np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.int64)
-    if said.size and not 0 <= said[0] <= said[-1] < len(tokens):
+    said = np.unique(np.concatenate([np.zeros(0, np.int64), *runs]))
+    if runs and not 0 <= said[0] <= said[-1] < len(tokens):
         raise InvalidPrompt(
             f"features of {noun} belong to position {said[-1]} of a prompt of {len(tokens)} tokens"
         )
-    marks = [
-        np.bincount(tokens[run] - tokens.min()).argmax() + tokens.min() for run in runs
-    ]
+    marks = [_most_common(tokens[run]) for run in runs]
     found = np.flatnonzero(np.isin(tokens, marks))
     if not np.array_equal(found, said):
         elsewhere = " at other positions" * (len(found) == len(said))
         raise InvalidPrompt(
             f"the {noun} need {len(said)} placeholder tokens; the prompt has {len(found)}{elsewhere}"
         )
+
+
+def _most_common(ids: np.ndarray) -> Any:
+    """Return the id that most of a run's positions have, the least of several."""
+    least = ids.min()
+    return np.bincount(ids - least).argmax() + least
 
 
 def put_features(

@@ -23,10 +23,12 @@ def can_draft(adapter: Adapter) -> bool:
     """Whether a forward may have several positions of a row, in order where there are states."""
     if adapter.spec.max_rows is not None:
         return False
-    parts: list[Any] = []
+    has_states = False
     for cache in adapter.make_cache():
-        parts += cache.caches if isinstance(cache, CacheList) else [cache]
-    if not any(isinstance(part, ArraysCache) for part in parts):
+        parts = cache.caches if isinstance(cache, CacheList) else [cache]
+        for part in parts:
+            has_states |= isinstance(part, ArraysCache)
+    if not has_states:
         return True
     return any(isinstance(module, InOrder) for module in adapter.language.modules())
 
@@ -154,9 +156,10 @@ def _same(x: mx.array) -> mx.array:
 
 
 def _drafted(value: Any) -> DraftedRecurrent | None:
-    return next(
-        (part for part in parts_of(value) if isinstance(part, DraftedRecurrent)), None
-    )
+    for part in parts_of(value):
+        if isinstance(part, DraftedRecurrent):
+            return part
+    return None
 
 
 def _of_step(value: Any, cache: DraftedRecurrent, step: Step, lent: Any) -> Any:
@@ -166,7 +169,7 @@ def _of_step(value: Any, cache: DraftedRecurrent, step: Step, lent: Any) -> Any:
     if isinstance(value, ListedCache):
         parts = (_of_step(part, cache, step, lent) for part in value.caches)
         return ListedCache(*parts)
-    if not isinstance(value, mx.array) or not value.ndim:
+    if not isinstance(value, mx.array):
         return value
-    has_rows = value.shape[0] == cache.steps.num_rows
+    has_rows = value.shape[:1] == (cache.steps.num_rows,)
     return rows_of(value, step.rows) if has_rows else value

@@ -202,11 +202,7 @@ class PromptRotation:
 
 def hook_rotary(module: nn.Module, *, family: str) -> None:
     """Hook a model's M-RoPE; raise UnsupportedModel if a file does not apply it."""
-    found: list[Any] = [
-        child
-        for child in module.modules()
-        if isinstance(child, MRoPERotaryEmbedding) and _is_plain(child)
-    ]
+    found: list[Any] = list(filter(_is_plain, module.modules()))
     if not found:
         return
     for child in found:
@@ -224,9 +220,11 @@ def hook_rotary(module: nn.Module, *, family: str) -> None:
     check_applied(module, found, family=family)
 
 
-def _is_plain(embedding: Any) -> bool:
-    """Whether an M-RoPE is applied by ``APPLY``, and scales nothing."""
-    return not embedding.fused_apply and embedding.attention_scaling == 1.0
+def _is_plain(module: Any) -> bool:
+    """Whether a module is an M-RoPE that is applied by ``APPLY``, and scales nothing."""
+    if not isinstance(module, MRoPERotaryEmbedding):
+        return False
+    return not module.fused_apply and module.attention_scaling == 1.0
 
 
 def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> None:
@@ -236,12 +234,17 @@ def check_applied(module: nn.Module, found: list[nn.Module], *, family: str) -> 
         if ours.isdisjoint(map(id, owner.values())):
             continue
         bases = [base for base in type(owner).__mro__ if not is_replacement(base)]
-        files = [vars(sys.modules[base.__module__]) for base in bases]
-        if not any(is_hook(file.get(APPLY)) for file in files):
-            at = f"{bases[0].__module__}.{bases[0].__qualname__}"
-            raise UnsupportedModel(
-                f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied"
-            )
+        if any(map(_has_hook, bases)):
+            continue
+        at = f"{bases[0].__module__}.{bases[0].__qualname__}"
+        raise UnsupportedModel(
+            f"{family}: the file of {at} has no {APPLY}, by which its M-RoPE is applied"
+        )
+
+
+def _has_hook(kind: type) -> bool:
+    """Whether the file of a class applies our rotations."""
+    return is_hook(vars(sys.modules[kind.__module__]).get(APPLY))
 
 
 def turning(parent: type) -> type:
@@ -250,19 +253,16 @@ def turning(parent: type) -> type:
     class Turning(parent):  # type: ignore[misc]
         def __call__(self, x: mx.array, position_ids: mx.array) -> tuple[Any, Any]:
             positions = current().positions
-            if positions is None or not (
-                operations.counts_launches() or makes_factors(x)
-            ):
-                cos, sin = super().__call__(x, position_ids)
-                is_plain = (
-                    self.style in PLAIN_STYLES
-                    and cos.ndim == 3
-                    and operations.counts_launches()
-                )
-                return (PromptRotation.of(cos, sin), None) if is_plain else (cos, sin)
-            return StepRotation(
-                positions, self._periods, self._frequencies, self.pairing == "even_odd"
-            ), None
+            counts = operations.counts_launches()
+            if positions is not None and (counts or makes_factors(x)):
+                is_paired = self.pairing == "even_odd"
+                turn = (positions, self._periods, self._frequencies, is_paired)
+                return StepRotation(*turn), None
+            cos, sin = super().__call__(x, position_ids)
+            is_plain = self.style in PLAIN_STYLES and cos.ndim == 3
+            if counts and is_plain:
+                return PromptRotation.of(cos, sin), None
+            return cos, sin
 
     return Turning
 

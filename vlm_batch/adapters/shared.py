@@ -138,30 +138,32 @@ def shared_layers(adapter: Adapter) -> list[Group]:
         key = (id(owner), tuple(map(id, arrays)), _kind(owner[name]))
         _, own = found.setdefault(key, (owner, {}))
         own[name] = owner[name]
-    return [group for group in found.values() if len(group[1]) > 1]
+    return [(owner, own) for owner, own in found.values() if len(own) > 1]
 
 
 def _held_once(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     """Return (owner, name) of the linear layers that one module holds, by their ids."""
-    owners: Holders = {}
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    several: set[int] = set()
     for owner in model.modules():
         for name, child in owner.items():
-            if type(child) in ARRAYS:
-                owners.setdefault(id(child), []).append((owner, name))
-    return {layer: found[0] for layer, found in owners.items() if len(found) == 1}
+            if type(child) not in ARRAYS:
+                continue
+            if id(child) in owners:
+                several.add(id(child))
+            owners[id(child)] = (owner, name)
+    for layer in several:
+        del owners[layer]
+    return owners
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    arrays = [
-        (name, layer[name].dtype, layer[name].shape[1:])
-        for name in ARRAYS[type(layer)]
-        if name in layer
-    ]
-    return (
-        THEIRS.get(type(layer), type(layer)),
-        *arrays,
-        *(vars(layer).get(name) for name in ("group_size", "bits", "mode")),
-    )
+    found: list[Any] = [THEIRS.get(type(layer), type(layer))]
+    for name in ARRAYS[type(layer)]:
+        if name in layer:
+            found.append((name, layer[name].dtype, layer[name].shape[1:]))
+    packing = map(vars(layer).get, ("group_size", "bits", "mode"))
+    return (*found, *packing)
 
 
 @contextmanager
@@ -190,22 +192,23 @@ def _is_tried(adapter: Adapter) -> bool:
 
     They are computed, and so is what modules have made and kept: other threads cannot use unevaluated arrays.
     """
+    places = 1 if adapter.spec.max_rows == 1 else 2
+    placement = Placement.for_device()
     layers: list[LayerCache] = []
-    logits, extras, places = [], [], 1 if adapter.spec.max_rows == 1 else 2
+    logits: list[mx.array] = []
+    extras: list[Mapping[str, Any]] = []
+    ids = mx.array([PROMPT], dtype=mx.int32)
     try:
         for place in range(places):
-            encoded = adapter.encode(
-                {"input_ids": mx.array([PROMPT], dtype=mx.int32)}, Call(is_made_up=True)
-            )
+            encoded = adapter.encode({"input_ids": ids}, Call(is_made_up=True))
             cache = adapter.make_cache()
-            for begin, end in ((0, len(PROMPT) - 1), (len(PROMPT) - 1, len(PROMPT))):
-                logits.append(adapter.prefill([encoded], cache, begin, end))
+            last = len(PROMPT) - 1
+            logits.append(adapter.prefill([encoded], cache, 0, last))
+            logits.append(adapter.prefill([encoded], cache, last, last + 1))
             adapter.finish_prefill(encoded, cache)
             if not layers:
-                layers = [
-                    kind_of(single).batched(Placement.for_device(), places)
-                    for single in cache
-                ]
+                kinds = map(kind_of, cache)
+                layers = [kind.batched(placement, places) for kind in kinds]
             for layer, single in zip(layers, cache, strict=True):
                 layer.resize(places)
                 layer.put(place, single)
@@ -228,10 +231,11 @@ def widened(
     for name in ARRAYS[type(linear)]:
         if name not in linear:
             continue
-        linear[name] = mx.concatenate([layer[name] for layer in layers])
-        mx.eval(linear[name])
+        whole = mx.concatenate([layer[name] for layer in layers])
+        linear[name] = whole
+        mx.eval(whole)
         for (begin, end), layer in zip(pairwise([0, *ends]), layers, strict=True):
-            part = linear[name][begin:end]
+            part = whole[begin:end]
             mx.eval(part)
             for module, known in holders.get(id(layer[name]), [(layer, name)]):
                 module[known] = part

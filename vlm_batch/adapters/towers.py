@@ -46,7 +46,11 @@ def can_hear(model: Any) -> bool:
 
 def _towers(model: Any, names: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
     owner = model.get("thinker") or model  # omni models
-    return [(owner, name) for name in names if isinstance(owner.get(name), nn.Module)]
+    found: list[tuple[nn.Module, str]] = []
+    for name in names:
+        if isinstance(owner.get(name), nn.Module):
+            found.append((owner, name))
+    return found
 
 
 def remember_features(adapter: Any, store: FeatureStore | None) -> None:
@@ -77,18 +81,19 @@ def widen(model: Any, names: Inner) -> None:
     """Pad towers' MLPs with zeros to fast widths; outputs change by rounding only."""
     for owner, name in vision_towers(model):
         for module in owner[name].modules():
-            first: list[Any] = [module.get(layer) for layer in names.first]
+            first: list[Any] = list(map(module.get, names.first))
             last: Any = module.get(names.last)
-            if {type(layer) for layer in (*first, last)} == {nn.Linear}:
+            if set(map(type, (*first, last))) == {nn.Linear}:
                 _widen(first, last)
 
 
 def _widen(first: list[Any], last: Any) -> None:
     width = last.weight.shape[1]
-    if any(layer.weight.shape[0] != width for layer in first):
+    if {layer.weight.shape[0] for layer in first} != {width}:
         return
     layers = [*first, last]
-    missing = -width % min(operations.fast_width(one.weight.dtype) for one in layers)
+    steps = [operations.fast_width(layer.weight.dtype) for layer in layers]
+    missing = -width % min(steps)
     if not missing:
         return
     for layer in first:

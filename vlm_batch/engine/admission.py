@@ -133,9 +133,7 @@ class Admission:
         if not those:
             return None
         sizes = {row: self._expected(row) for row in those}
-        ahead = {row: self._expected(row) for row in processing}
-        for row in self._ledger.at(*PREPARED):
-            ahead[row] = row.prompt.nbytes
+        ahead = self._bytes_ahead(processing)
         line = self._rows.in_line([*ahead, *those])
         in_line = filter(sizes.__contains__, line)
         row = min(in_line, key=lambda one: sizes[one] > 0)
@@ -151,6 +149,13 @@ class Admission:
         before = line[: line.index(row)]
         is_first = not any(map(ahead.get, before))
         return row if is_first and room >= 0 else None
+
+    def _bytes_ahead(self, processing: Sequence[Row]) -> dict[Row, int]:
+        """Return the bytes of rows that are processed now, or were and wait."""
+        found = {row: self._expected(row) for row in processing}
+        for row in self._ledger.at(*PREPARED):
+            found[row] = row.prompt.nbytes
+        return found
 
     def _decoded(self, row: Row) -> int:
         loading = row.prompt.loading
@@ -181,9 +186,11 @@ class Admission:
         )
         end_ids = row.answer.rules.end_ids
         row.answer.rules = RowRules(end_ids, prepared.bad_words)
-        row.answer.guide = Guide.of(
-            row.params, prepared.form, prepared.thinking, end_ids
-        )
+        is_guided = prepared.form is not None
+        if is_guided or row.params.thinking_budget is not None:
+            row.answer.guide = Guide.of(
+                row.params, prepared.form, prepared.thinking, end_ids
+            )
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

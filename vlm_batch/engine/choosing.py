@@ -35,7 +35,8 @@ class Flight:
     def waiting(self) -> Iterator[tuple[int, Row]]:
         """Yield the places and rows that the tokens are still for, each asked when it comes."""
         for index, row in enumerate(self.rows):
-            if row.losses == self.losses[index] and row.stage is not Stage.ENDED:
+            is_same = row.losses == self.losses[index]
+            if is_same and row.stage is not Stage.ENDED:
                 yield index, row
 
     def advance(self) -> list[Row]:
@@ -189,7 +190,8 @@ def _have_rules(rows: Sequence[Row]) -> bool:
         answer = row.answer
         if answer.rules.changes_logits or answer.guide is not None:
             return True
-        if row.params.stop_token_ids and not answer.num_sampled:
+        is_first = answer.num_sampled == 0
+        if is_first and row.params.stop_token_ids:
             return True
     return False
 

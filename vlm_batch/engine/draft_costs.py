@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
@@ -55,19 +55,21 @@ class StepSeconds:
 
     def forget(self, rows: int) -> None:
         """Forget larger forwards, so that the next draft tries them."""
-        for size in [size for size in self._medians if size > rows]:
+        larger = [size for size in self._medians if size > rows]
+        for size in larger:
             del self._medians[size]
-            self._samples[size] = deque([self._samples[size][-1]], maxlen=self.KEPT)
+            last = self._samples[size][-1]
+            self._samples[size] = deque([last], maxlen=self.KEPT)
 
     def of(self, rows: int) -> float | None:
         """Return estimated seconds, or None."""
         rows, medians = _rounded(rows), self._medians
-        if not medians or rows > self.REACH * max(medians):
-            return None
-        if rows in medians:  # a larger forward that was faster tells more
-            return min(seconds for size, seconds in medians.items() if size >= rows)
         sizes = sorted(medians)
-        at = bisect(sizes, rows)
+        if not sizes or rows > self.REACH * sizes[-1]:
+            return None
+        at = bisect_left(sizes, rows)
+        if rows in medians:  # a larger forward that was faster tells more
+            return min(map(medians.__getitem__, sizes[at:]))
         if at == 0:
             return medians[sizes[0]]
         low = sizes[at - 1]
@@ -112,10 +114,11 @@ class StepClock:
     def was_read(self) -> None:
         """Record the last forward: it took the time since the one before was read."""
         now = time.perf_counter()
-        if self._positions and self._was_read and self._is_usual:
-            seconds = now - self._was_read - self._elsewhere
-            self._seconds.record(self._positions, seconds)
-        self._was_read = now if self._positions else 0.0
+        positions, before = self._positions, self._was_read
+        can_tell = positions > 0 and self._is_usual
+        if can_tell and before:
+            self._seconds.record(positions, now - before - self._elsewhere)
+        self._was_read = now if positions else 0.0
         self._positions, self._elsewhere = 0, 0.0
 
 

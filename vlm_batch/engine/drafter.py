@@ -123,10 +123,11 @@ class Drafter(NoDrafter):
 
     def _follow(self, token: int) -> None:
         """Count whether a token was proposed, though it may not have been drafted."""
-        follows = bool(self._proposed) and token == self._proposed[0]
-        if self._proposed:
+        first, rest = self._proposed[:1], self._proposed[1:]
+        follows = first == (token,)
+        if first:
             self._note("text", held=follows)
-        self._proposed = self._proposed[1:] if follows else ()
+        self._proposed = rest if follows else ()
         self._is_searched = bool(self._proposed)
         if not self._proposed:
             self._rest -= 1
@@ -210,11 +211,13 @@ class Drafter(NoDrafter):
         self, most: int, guide: Guide | None, position: int
     ) -> Expectation | None:
         """Return what to expect of the model that drafts, if it knows the row up to ``position``."""
-        if most <= 0 or (guide is not None and not guide.looks_ahead):
-            return None
         if self.state is None or self.state.end != position:
             return None
-        return Expectation("model", min(SIZES[-1], most), self.rates["model"])
+        is_checked = guide is None or guide.looks_ahead
+        if most <= 0 or not is_checked:
+            return None
+        length = min(SIZES[-1], most)
+        return Expectation("model", length, self.rates["model"])
 
     def read(self) -> DraftState:
         """Return what the model that drafts is to read: hidden states, and the tokens behind them."""
@@ -245,7 +248,9 @@ class Drafter(NoDrafter):
                 self._note(source, held=is_right)
             self._acceptance.note(source, held=is_right)
         self.ahead = ()
-        if self.state is not None and self.state.hidden:
+        if self.state is None:
+            return
+        if self.state.hidden:
             self.state.keep(count)
 
     def retry_model(self) -> None:

@@ -154,8 +154,9 @@ class Drafts(NoDrafts):
 
     def wants(self, groups: Sequence[DecodeBatch]) -> bool:
         for group in groups:
-            if any(row.answer.drafter.ahead for row in group.rows):
-                return True
+            for row in group.rows:
+                if row.answer.drafter.ahead:
+                    return True
         return self.is_due(groups)
 
     def is_due(self, groups: Sequence[DecodeBatch]) -> bool:
@@ -163,7 +164,8 @@ class Drafts(NoDrafts):
         self._pause -= 1
         if self._pause >= 0:
             return False
-        return any(self._is_due(group) for group in groups if not group.is_apart)
+        shared = [group for group in groups if not group.is_apart]
+        return any(map(self._is_due, shared))
 
     def _is_due(self, group: DecodeBatch) -> bool:
         found: dict[Row, Expectation] = {}
@@ -193,7 +195,8 @@ class Drafts(NoDrafts):
             return None
         if own is None and self.model is None:
             return None  # as mostly
-        if answer.known_token is not None or row.is_suspect:
+        is_known = answer.known_token is not None
+        if is_known or row.is_suspect:
             return None
         return self._better(row, own, _most(row) - 1)
 
@@ -260,7 +263,8 @@ class Drafts(NoDrafts):
         model = _drafter(row).of_model(most, row.answer.guide, position)
         if model is None or own is None:
             return model or own
-        return model if model.tokens(most) > own.tokens(own.most) else own
+        is_longer = model.tokens(most) > own.tokens(own.most)
+        return model if is_longer else own
 
     def _chosen(
         self, group: DecodeBatch, found: Mapping[Row, Expectation], least: float
@@ -312,10 +316,12 @@ class Drafts(NoDrafts):
         drafting: float = 0.0,
     ) -> float:
         """Return the speed-up by ``expected`` more tokens, drafted in ``drafting`` seconds; 0 if unknown."""
-        with_drafts, without = self.seconds.of(positions), self.seconds.of(places)
+        with_drafts = self.seconds.of(positions)
+        without = self.seconds.of(places)
         if not with_drafts or not without:
             return 0.0
-        return (rows + expected) / rows * without / (with_drafts + drafting)
+        more = (rows + expected) / rows
+        return more * without / (with_drafts + drafting)
 
     def _refuse(self, places: int, rows: Sequence[Row] = ()) -> None:
         """Record a draft not worth its forward: measurements may be old."""
@@ -351,17 +357,19 @@ class Drafts(NoDrafts):
         """Let the model draft. A model that raises is not asked again."""
         begin, count = time.perf_counter(), max(lengths.values())
         states: list[DraftState | None] = [None] * len(group.places)
+        live: list[DraftState] = []
         for row in lengths:
-            states[group.places.index(row)] = _drafter(row).read()
-        live = [state for state in states if state is not None]
+            state = _drafter(row).read()
+            states[group.places.index(row)] = state
+            live.append(state)
         longest = max(len(state.tokens) for state in live)
+        found: dict[Row, tuple[int, ...]] = {}
         try:
             assert self.model is not None
             told: Any = self.model.propose(states, group.layers, count).tolist()
-            found = {
-                row: checked(told[group.places.index(row)], length, self.num_words)
-                for row, length in lengths.items()
-            }
+            for row, length in lengths.items():
+                tokens = told[group.places.index(row)]
+                found[row] = checked(tokens, length, self.num_words)
         except Exception:
             logger.exception(
                 "the model that drafts has failed; requests go on without its drafts"
@@ -411,8 +419,9 @@ def _can(row: Row) -> bool:
     answer = row.answer
     if row.stage is not Stage.DECODE or row.is_suspect:
         return False
-    is_read = answer.known_token is None and answer.num_sampled == len(answer.token_ids)
-    return is_read and isinstance(answer.drafter, Drafter)
+    if answer.num_sampled != len(answer.token_ids) or answer.known_token is not None:
+        return False
+    return isinstance(answer.drafter, Drafter)
 
 
 def _most(row: Row) -> int:

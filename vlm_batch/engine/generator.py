@@ -294,7 +294,8 @@ class BatchGenerator:
     def _prefill(self, plan: Sequence[Work]) -> list[Row]:
         """Launch chunks. Returns the rows whose prompts end."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
-        for work in self.runner.group(plan):
+        works = plan if len(plan) < 2 else self.runner.group(plan)
+        for work in works:
             if self.is_ending:
                 break
             for part in self.retry.made(self.runner.prefill(work)):

@@ -87,9 +87,9 @@ class DecodeGroups:
         """Return rows set apart, let back, or beyond their group's columns."""
         found: list[Row] = []
         for group in self.groups:
+            own = (group.is_apart, group.least)
             for row in group.rows:
-                is_elsewhere = row.is_suspect is not group.is_apart
-                if is_elsewhere or self._least_columns(row) != group.least:
+                if (row.is_suspect, self._least_columns(row)) != own:
                     found.append(row)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from vlm_batch.policy import Policy
@@ -30,9 +31,8 @@ class RowLimit:
             raise ValueError(
                 f"first is {first} and most {most}; it must be 1 <= first <= most"
             )
-        self._ladder = tuple(
-            sorted({first, most, *(rows for rows in LADDER if rows < most)})
-        )
+        lower = [rows for rows in LADDER if rows < most]
+        self._ladder = tuple(sorted({first, most, *lower}))
         self._first = first
         self._gap = gap
         self.most = most
@@ -62,29 +62,27 @@ class RowLimit:
         """Shrink if this number does not pay, else grow if rows wait."""
         place = self._ladder.index(self.rows)
         here = self._share(self.rows)
-        assert here is not None
-        below = self._share(self._ladder[place - 1]) if place else None
-        if below is not None:
-            worst = 1 - self.GAIN if self.rows > self._first else 1 + self.LOSS
-            if here > below * worst:
-                self._rests_until = self._count + self._patience
-                self._patience *= 2
-                self.rows = self._ladder[place - 1]
-                return
+        worst = 1 + self.LOSS
+        if self.rows > self._first:
+            worst = 1 - self.GAIN
+        if place and here > self._share(self._ladder[place - 1]) * worst:
+            self._rests_until = self._count + self._patience
+            self._patience *= 2
+            self.rows = self._ladder[place - 1]
+            return
+        if not are_waiting or self.rows >= self.most:
+            return
         is_slow = here * self.rows > self._gap
-        if (
-            are_waiting
-            and self.rows < self.most
-            and not is_slow
-            and self._count >= self._rests_until
-        ):
-            self.rows = self._ladder[place + 1]
-            self._known.pop(self.rows, None)  # it is measured anew
+        if is_slow or self._count < self._rests_until:
+            return
+        self.rows = self._ladder[place + 1]
+        self._known.pop(self.rows, None)  # it is measured anew
 
-    def _share(self, rows: int) -> float | None:
-        """Return seconds per row; None if unknown or out of date."""
+    def _share(self, rows: int) -> float:
+        """Return seconds per row; infinity if unknown or out of date."""
         seconds, when = self._known.get(rows, (0.0, -self.STALE))
-        return seconds / rows if self._count - when < self.STALE else None
+        is_stale = self._count - when >= self.STALE
+        return math.inf if is_stale else seconds / rows
 
 
 class Capacity:
@@ -112,7 +110,9 @@ class Capacity:
     ) -> None:
         """Record a step. The limit counts decode-only steps that follow another."""
         was_plain, self._is_plain = self._is_plain, not tokens
-        if self.limit is None or not (was_plain and self._is_plain):
+        if self.limit is None:
+            return
+        if tokens or not was_plain:
             return
         may_grow = are_waiting and self.most_live > self.limit.rows
         self.limit.record(rows, seconds, are_waiting=may_grow)

@@ -44,8 +44,8 @@ class Logprobs:
         values = zip(tokens, self.counts, *held, strict=True)
         for token, count, logprob, ids, top in values:
             pairs = zip(ids, top, strict=True)
-            likely = [pair for pair in pairs if pair[1] > -math.inf]
-            found.append(TokenLogprobs(token, logprob, tuple(likely[:count])))
+            likely = tuple(pair for pair in pairs if pair[1] > -math.inf)
+            found.append(TokenLogprobs(token, logprob, likely[:count]))
         return found
 
 

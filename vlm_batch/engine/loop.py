@@ -233,24 +233,29 @@ class EngineLoop:
     def _serve(self) -> bool:
         """Handle a message, perhaps take a turn. False at the end."""
         message: Callable[[EngineLoop], None] | None = None
+        is_idle = not self._is_busy and self._warming is None
         with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(block=not self._is_busy and self._warming is None)
+            message = self._inbox.get(block=is_idle)
             if message is None:
                 return False
         try:
             with self._watchdog.step():  # listeners included
-                if message is not None:
-                    self._num_messages += 1
-                    message(self)
-                elif self._warming is not None and not self._is_busy:
-                    self._warm(self._warming)
-                    return True
-                if self._num_messages >= MESSAGES_A_TURN or self._inbox.empty():
-                    self._num_messages = 0
-                    self._is_busy = self._turn()
+                self._act(message)
         except BaseException as error:  # a defect of the engine itself
             self._recover(error)
         return True
+
+    def _act(self, message: Callable[[EngineLoop], None] | None) -> None:
+        """Do what a message asks, then take a turn once no other waits. Without one, warm up."""
+        if message is not None:
+            self._num_messages += 1
+            message(self)
+        elif self._warming is not None and not self._is_busy:
+            self._warm(self._warming)
+            return
+        if self._num_messages >= MESSAGES_A_TURN or self._inbox.empty():
+            self._num_messages = 0
+            self._is_busy = self._turn()
 
     def _warm(self, forwards: Iterator[None]) -> None:
         """Compute one more shape. Errors are only logged; requests raise their own."""

@@ -60,18 +60,19 @@ class RowMemory:
     def learn(self, caches: Sequence[Any], seen: int) -> None:
         if self.max_bytes is None:
             return
-        known, self._is_probed = () if self._is_probed else self._at, False
+        known = self._at
+        if self._is_probed:
+            known = ()
+            self._is_probed = False
+
+        def bytes_at(length: int) -> int:
+            return row_bytes(caches, length, seen) + self._more * length
+
         place = min(bisect_left(LENGTHS, seen), len(LENGTHS) - 1)
-        if (
-            known
-            and row_bytes(caches, LENGTHS[place], seen) + self._more * LENGTHS[place]
-            <= known[place]
-        ):
+        if known and bytes_at(LENGTHS[place]) <= known[place]:
             # rows differ by their pictures alone, which take the same at every length
             return
-        found = tuple(
-            row_bytes(caches, tokens, seen) + self._more * tokens for tokens in LENGTHS
-        )
+        found = tuple(map(bytes_at, LENGTHS))
         self._at = tuple(map(max, found, known)) if known else found
 
     def of(self, tokens: int) -> int:
@@ -108,26 +109,26 @@ class RowMemory:
 
     def check_length(self, length: int, how: str = "at least ") -> None:
         """Raise DoesNotFit for a prompt that never fits. Safe from any thread."""
-        if (
-            self.max_bytes is not None
-            and (needed := self.together([length])) > self.max_bytes
-        ):
-            most = f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
-            raise DoesNotFit(
-                f"the request has {how}{length:,} tokens (pictures included), whose keys and values take "
-                f"{needed / 1e6:,.1f} MB; {most}"
-            )
+        if self.max_bytes is None:
+            return
+        needed = self.together([length])
+        if needed <= self.max_bytes:
+            return
+        most = f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
+        raise DoesNotFit(
+            f"the request has {how}{length:,} tokens (pictures included), whose keys and values take "
+            f"{needed / 1e6:,.1f} MB; {most}"
+        )
 
     def _most_tokens(self) -> int:
         assert self.max_bytes is not None
         least, most = 0, LENGTHS[-1]
         while least < most:
             middle = (least + most + 1) // 2
-            least, most = (
-                (middle, most)
-                if self.together([middle]) <= self.max_bytes
-                else (least, middle - 1)
-            )
+            if self.together([middle]) <= self.max_bytes:
+                least = middle
+            else:
+                most = middle - 1
         return least
 
 
@@ -149,10 +150,11 @@ class Sizes:
 
     def expected(self, size: int) -> int | None:
         """Return the bytes of the next larger input, else in proportion to the largest."""
-        power, largest = size.bit_length(), max(self._seen, default=None)
-        if largest is None:
+        if not self._seen:
             return None
-        nearest = min((seen for seen in self._seen if seen >= power), default=largest)
+        power, powers = size.bit_length(), sorted(self._seen)
+        at = min(bisect_left(powers, power), len(powers) - 1)
+        nearest = powers[at]
         return self._seen[nearest] << max(0, power - nearest)
 
 
@@ -167,19 +169,19 @@ class EncoderMemory:
 
     def begin(self, nbytes: int, before: int | None = None) -> None:
         """Record the launch of an encoding. ``before``: bytes in use then; None: now."""
-        if nbytes:
-            self._running.append(
-                (nbytes, mx.get_active_memory() if before is None else before, 0)
-            )
+        if not nbytes:
+            return
+        if before is None:
+            before = mx.get_active_memory()
+        self._running.append((nbytes, before, 0))
 
     def step(self) -> None:
         """Learn from finished encodings."""
+        peak = mx.get_peak_memory()
         if not self._running:
-            if self._limit is not None and mx.get_peak_memory() > self._limit:
-                # a load or a long prompt left a peak that would hide those of encodings
-                reset_peak()
+            self._forget(peak)
             return
-        peak, still = mx.get_peak_memory(), []
+        still: list[tuple[int, int, int]] = []
         for nbytes, before, steps in self._running:
             if steps < STEPS_OF_ENCODING:
                 still.append((nbytes, before, steps + 1))
@@ -187,13 +189,19 @@ class EncoderMemory:
             self._sizes.note(nbytes, max(0, peak - before))
         self._running = still
 
+    def _forget(self, peak: int) -> None:
+        """Forget the peak that a load or a long prompt has left, which would hide those of encodings."""
+        if self._limit is not None and peak > self._limit:
+            reset_peak()
+
     def fits(self, nbytes: int) -> bool:
         """Return whether an encoding has room; an unknown size has."""
-        return (
-            self._limit is None
-            or mx.get_active_memory() + self.expected(nbytes) <= self._limit
-        )
+        if self._limit is None:
+            return True
+        return mx.get_active_memory() + self.expected(nbytes) <= self._limit
 
     def expected(self, nbytes: int) -> int:
         """Return expected bytes; 0 if unknown."""
-        return (self._sizes.expected(nbytes) or 0) if nbytes else 0
+        if not nbytes:
+            return 0
+        return self._sizes.expected(nbytes) or 0

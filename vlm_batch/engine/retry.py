@@ -39,8 +39,10 @@ class Retry:
             return
         # the others were ended by another failure of the call
         rows, error = _alive(failed.rows), failed.error
-        is_want = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
-        if is_want and rows:
+        if not rows:
+            return
+        is_refused = isinstance(error, OutOfMemory)
+        if is_out_of_memory(error) and not is_refused:
             self._wait_for_memory(rows, error)
             return
         for row in rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -433,15 +434,14 @@ def _can_be_cut(caches: Sequence[Any]) -> bool:
 
 def _needs_snapshot(row: Row) -> bool:
     """Return whether a snapshot is due after a chunk: layers that cannot be cut back are there, and the last is far."""
-    own, prompt = row.reuse, row.prompt
-    last = 0
-    for at in own.snapshots:
-        if at <= prompt.prefilled:
-            last = max(last, at)
-    is_near = prompt.prefilled - last < SNAPSHOT_STRIDE
-    if is_near and prompt.prefilled not in own.stops:
+    own, at = row.reuse, row.prompt.prefilled
+    before = sorted(own.snapshots)
+    place = bisect_right(before, at)
+    last = before[place - 1] if place else 0
+    is_near = at - last < SNAPSHOT_STRIDE
+    if is_near and at not in own.stops:
         return False
-    return not _can_be_cut(prompt.cache or ())
+    return not _can_be_cut(row.prompt.cache or ())
 
 
 def _save_constant(row: Row) -> list[mx.array]:

@@ -164,16 +164,30 @@ class Clock:
     placed: float = 0.0
     first_token: float = 0.0
 
+    def note_place(self) -> None:
+        """Note that the row has a place; the first one counts."""
+        self.placed = self.placed or time.perf_counter()
+
+    def note_token(self) -> None:
+        """Note that the row has a token; the first one counts."""
+        self.first_token = self.first_token or time.perf_counter()
+
     def timings(self) -> Timings:
         now = time.perf_counter()
         placed, first = self.placed or now, self.first_token
-        return replace(
+        found = replace(
             self.spent,
             queue=placed - self.submitted - self.spent.encode,
-            prefill=first - placed if first else 0.0,
-            decode=now - first if first else 0.0,
-            ttft=first - self.submitted if first else float("nan"),
+            ttft=float("nan"),
             total=now - self.submitted,
+        )
+        if not first:
+            return found
+        return replace(
+            found,
+            prefill=first - placed,
+            decode=now - first,
+            ttft=first - self.submitted,
         )
 
 
@@ -228,11 +242,11 @@ class Row:
     @property
     def is_suspect(self) -> bool:
         """Whether its forward may have failed; it then decodes alone."""
-        return (
-            self.suspected is not None
-            and self.suspected[0] <= self.answer.num_sampled
-            and len(self.answer.token_ids) <= self.suspected[1]
-        )
+        if self.suspected is None:
+            return False
+        first, last = self.suspected
+        has_begun = self.answer.num_sampled >= first
+        return has_begun and len(self.answer.token_ids) <= last
 
     @property
     def has_ended(self) -> bool:
@@ -250,13 +264,11 @@ class Row:
 
     def suspect(self) -> None:
         """Suspect unread tokens and the next, or all after ``ALWAYS_SUSPECT`` losses."""
+        if self.losses >= ALWAYS_SUSPECT:
+            self.suspected = (0, self.params.max_tokens)
+            return
         known = len(self.answer.token_ids)
-        last = max(known, self.answer.num_sampled)
-        self.suspected = (
-            (known, last)
-            if self.losses < ALWAYS_SUSPECT
-            else (0, self.params.max_tokens)
-        )
+        self.suspected = (known, max(known, self.answer.num_sampled))
 
     def begin_again(self) -> None:
         """Go back to before encoding. Told tokens stay."""
@@ -266,7 +278,9 @@ class Row:
         self.losses += 1
         if self.is_only_read:
             answer.ending = None
-        self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
+        self.prompt = Prompt()
+        if self.given is not None:
+            self.prompt.inputs = as_mlx(self.given)
         self.reuse = RowReuse(continues=reuse.continues)
         answer.drawn = NOT_DRAWN
         answer.num_sampled = 0
@@ -281,33 +295,22 @@ class Row:
         decode: Callable[[Sequence[int]], str],
     ) -> Event | Ending:
         """Append a token fed to its guide. Returns its event, or the answer's end."""
-        answer = self.answer
-        guide = self.answer.guide
-        min_tokens = self.params.min_tokens
-        self.clock.first_token = self.clock.first_token or time.perf_counter()
+        answer, guide = self.answer, self.answer.guide
+        self.clock.note_token()
         answer.token_ids.append(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)
-        # whole: its form is complete, it can only end
-        is_stop, is_whole = token in answer.rules.end_ids, False
+        is_stop = token in answer.rules.end_ids
+        # its form is complete: it can only end
+        is_whole = False
         if guide is not None:
-            guide.finish()
-            is_whole = guide.is_whole
-            if is_whole and len(answer.token_ids) < min_tokens:
-                raise InvalidParameters(
-                    f"min_tokens is {min_tokens}, and the answer has its {self.params.form} after "
-                    f"{len(answer.token_ids)}, where nothing may follow: they contradict each other"
-                )
-            if is_whole or is_stop:
-                guide.read(decode)
-            if guide.is_over:
-                answer.guide = None
+            is_whole = self._finish(guide, decode, is_stop=is_stop)
         answer.drafter.add(token, guide)
-        is_end = is_stop or is_whole or len(answer.token_ids) >= answer.max_tokens
-        may_stop = len(answer.token_ids) >= min_tokens
-        text, matched = answer.shown.add(
-            None if is_stop else token, is_end=is_end, may_stop=may_stop
-        )
+        count = len(answer.token_ids)
+        is_end = is_stop or is_whole or count >= answer.max_tokens
+        shown = None if is_stop else token
+        may_stop = count >= self.params.min_tokens
+        text, matched = answer.shown.add(shown, is_end=is_end, may_stop=may_stop)
         if not is_end and matched is None:
             return Event(
                 self.request_id,
@@ -326,6 +329,24 @@ class Row:
             return Ending(event, "stop", token)
         return Ending(event, "length", None)
 
+    def _finish(
+        self, guide: Guide, decode: Callable[[Sequence[int]], str], *, is_stop: bool
+    ) -> bool:
+        """Wait for what a guide makes of the last token. Returns whether the answer's form is complete."""
+        guide.finish()
+        is_whole = guide.is_whole
+        count, least = len(self.answer.token_ids), self.params.min_tokens
+        if is_whole and count < least:
+            raise InvalidParameters(
+                f"min_tokens is {least}, and the answer has its {self.params.form} after {count}, where nothing may "
+                "follow: they contradict each other"
+            )
+        if is_whole or is_stop:
+            guide.read(decode)
+        if guide.is_over:
+            self.answer.guide = None
+        return is_whole
+
     @property
     def position(self) -> int:
         """Position of the token to decode next."""
@@ -339,10 +360,10 @@ class Row:
         error: BaseException | None = None,
         cache: PromptCache | None = None,
     ) -> Result:
-        answer, facts, scores = self.answer, self.facts, self.answer.prompt_scores
-        is_prefilled = reason == "length" or (
-            reason != "error" and bool(answer.token_ids)
-        )
+        answer, facts = self.answer, self.facts
+        logprobs: tuple[TokenLogprobs, ...] | None = None
+        if self.params.logprobs is not None:
+            logprobs = tuple(answer.logprobs)
         return Result(
             request_id=self.request_id,
             text=answer.shown.text,
@@ -360,18 +381,24 @@ class Row:
             model_image_sizes=facts.model_image_sizes,
             video_sizes=self.media.videos,
             audio_seconds=self.media.audios,
-            logprobs=tuple(answer.logprobs)
-            if self.params.logprobs is not None
-            else None,
-            prompt_logprobs=scores.read()
-            if scores is not None and is_prefilled
-            else None,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(reason),
             prompt_token_ids=facts.token_ids,
             parsed=None if answer.guide is None else answer.guide.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
         )
+
+    def _prompt_logprobs(
+        self, reason: FinishReason
+    ) -> tuple[TokenLogprobs | None, ...] | None:
+        """Return the prompt's log-probabilities, if they are asked for and all are there."""
+        scores = self.answer.prompt_scores
+        if scores is None or reason == "error":
+            return None
+        is_prefilled = reason == "length" or bool(self.answer.token_ids)
+        return scores.read() if is_prefilled else None
 
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
@@ -385,7 +412,9 @@ def decoder_of(text: AnswerText, skip_special_tokens: bool | None) -> Decode:
     """Return the decoder of an answer with this parameter."""
     if skip_special_tokens is None:
         return text.decode_usual or text.decode
-    return text.decode if skip_special_tokens else text.decode_all or text.decode
+    if skip_special_tokens:
+        return text.decode
+    return text.decode_all or text.decode
 
 
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:

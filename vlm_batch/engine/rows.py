@@ -113,11 +113,11 @@ class Rows:
         """Return who asks, who has places, and since when."""
         now = time.perf_counter()
         placed, asked = self.ledger.placed(), self.ledger.asked
-        for client in placed:
-            self._served[client] = now
+        self._served.update(dict.fromkeys(placed, now))
         if len(self._served) > 2 * len(asked) + MOST_REMEMBERED:
-            served = self._served.items()
-            self._served = {client: when for client, when in served if client in asked}
+            gone = [client for client in self._served if client not in asked]
+            for client in gone:
+                del self._served[client]
         return Clients(now, self._ageing_seconds, placed, asked, self._served)
 
     # Moves
@@ -130,7 +130,7 @@ class Rows:
     def place(self, row: Row) -> None:
         """Give an encoded row a place."""
         self.ledger.move(row, Stage.PREFILL)
-        row.clock.placed = row.clock.placed or time.perf_counter()
+        row.clock.note_place()
 
     def end_prefill(self, row: Row, logits: mx.array) -> None:
         """Note a prefilled row's logits (1, V). Siblings become rows of their own.
@@ -185,7 +185,7 @@ class Rows:
         """End a complete row. Raises if the user's cache cannot be saved."""
         row.answer.ending = ending
         # of an answer without tokens: its end
-        row.clock.first_token = row.clock.first_token or time.perf_counter()
+        row.clock.note_token()
         if row.stage is not Stage.LAST:
             self.leave(row)
         cache = self._reuse.end(row)

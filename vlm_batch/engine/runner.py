@@ -93,7 +93,7 @@ class Runner:
 
     def encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
         """Encode the first rows, as many as share a call."""
-        count = self._encode_pictures(rows)
+        count = self._encode_pictures(rows) if len(rows) > 1 else 0
         if not count:
             self.encoding.begin(picture_bytes(rows[0]))
             count = 1
@@ -106,11 +106,7 @@ class Runner:
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
-        count = 1
-        for size in sizes[1:]:
-            if not self.encoding.fits(size):
-                break
-            count += 1
+        count = self._num_fitting(sizes)
         if count == 1:
             return 0
         before = mx.get_active_memory()
@@ -134,6 +130,15 @@ class Runner:
             return 0
         self.encoding.begin(sizes[last], before)
         return reach
+
+    def _num_fitting(self, sizes: Sequence[int]) -> int:
+        """Return how many rows the encoder has room for, one at least. ``sizes``: bytes up to each."""
+        count = 1
+        for size in sizes[1:]:
+            if not self.encoding.fits(size):
+                break
+            count += 1
+        return count
 
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
@@ -228,23 +233,27 @@ class Runner:
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
-        if len(chunks) < 2:
-            return list(chunks)
         kinds: dict[Any, list[Work]] = {}
         for chunk in chunks:
             row = self._rows.ledger[chunk.rows[0]]
-            encoded = row.prompt.encoded
-            if encoded is not None and _is_shared(row, chunk.begin, chunk.end):
+            if _is_shared(row, chunk.begin, chunk.end):
+                encoded, _ = row.prompt.to_prefill()
                 kinds.setdefault(encoded.kind, []).append(chunk)
         # of each group the first chunk stands for all
         merged = {chunk: chunk for chunk in chunks}
         for alike in kinds.values():
-            for places in self._shapes.groups([chunk.end for chunk in alike]):
-                first, *others = (alike[place] for place in places)
+            for first, *others in self._groups(alike):
                 merged[first] = _merged([first, *others])
                 for other in others:
                     del merged[other]
         return list(merged.values())
+
+    def _groups(self, chunks: Sequence[Work]) -> list[list[Work]]:
+        """Group whole prompts of one kind by the arrays that they share."""
+        found: list[list[Work]] = []
+        for places in self._shapes.groups([chunk.end for chunk in chunks]):
+            found.append([chunks[place] for place in places])
+        return found
 
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""

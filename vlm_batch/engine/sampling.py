@@ -69,10 +69,7 @@ class _Arrays:
     biases: mx.array | None = None
     allowed: mx.array | None = None  # (V,) bool
     single: mx.array | None = None  # bad words of one token
-    # (B, L) longer bad words without their last token, padded on the left with -1
-    words: mx.array | None = None
-    lengths: mx.array | None = None  # (B,) of ``words``
-    lasts: mx.array | None = None  # (B,) their last tokens
+    longer: _BadWords | None = None  # of several
     may_repeat: mx.array | None = None  # ids that ``no_repeat_ngrams`` leaves alone
 
     @classmethod
@@ -95,7 +92,26 @@ class _Arrays:
         return cls(size, **made)
 
 
-def _word_arrays(words: Sequence[Sequence[int]]) -> dict[str, mx.array]:
+class _BadWords(NamedTuple):
+    """B bad words of several tokens."""
+
+    beginnings: mx.array  # (B, L) without their last tokens, padded on the left with -1
+    lengths: mx.array  # (B,) of these
+    lasts: mx.array  # (B,) their last tokens
+
+    @classmethod
+    def of(cls, words: Sequence[Sequence[int]]) -> _BadWords:
+        longest = max(map(len, words))
+        padded: list[list[int]] = []
+        for word in words:
+            padding = [-1] * (longest - len(word))
+            padded.append(padding + list(word))
+        every = mx.array(padded)
+        lengths = mx.array([len(word) - 1 for word in words])
+        return cls(every[:, :-1], lengths, every[:, -1])
+
+
+def _word_arrays(words: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the fields of ``_Arrays`` for bad words."""
     single: list[int] = []
     several: list[Sequence[int]] = []
@@ -104,16 +120,11 @@ def _word_arrays(words: Sequence[Sequence[int]]) -> dict[str, mx.array]:
             single.append(word[0])
         else:
             several.append(word)
-    made: dict[str, mx.array] = {}
+    made: dict[str, Any] = {}
     if single:
         made["single"] = mx.array(single)
     if several:
-        longest = max(map(len, several))
-        padded = [[-1] * (longest - len(word)) + list(word) for word in several]
-        every = mx.array(padded)
-        made["words"] = every[:, :-1]
-        made["lasts"] = every[:, -1]
-        made["lengths"] = mx.array([len(word) - 1 for word in several])
+        made["longer"] = _BadWords.of(several)
     return made
 
 
@@ -258,12 +269,13 @@ def no_bad_words(logits: mx.array, row: SamplingRow) -> mx.array:
     made = row.rules.arrays(row.params, logits.shape[-1])
     if made.single is not None:
         logits = _without(logits, made.single)
-    if made.words is None or row.history is None:
+    longer = made.longer
+    if longer is None or row.history is None:
         return logits
-    assert made.lengths is not None and made.lasts is not None
-    ends_word = _ends_with(row.history, made.words) & (made.lengths <= row.step)
+    was_said = longer.lengths <= row.step
+    ends_word = _ends_with(row.history, longer.beginnings) & was_said
     lowered = mx.where(ends_word, -mx.inf, 0.0).astype(logits.dtype)
-    return logits.at[:, made.lasts].add(lowered)
+    return logits.at[:, longer.lasts].add(lowered)
 
 
 def _without(logits: mx.array, tokens: mx.array) -> mx.array:
@@ -340,16 +352,22 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
     highest = mx.max(logits, axis=-1) if drawn else _at(logits, tokens)
     if drawn:
         tokens = _drawn(tokens, logits, rows, drawn)
-    counts: dict[int, int] = {}
-    for place, row in enumerate(rows):
-        count = row.params.logprobs
-        if count is not None:
-            counts[place] = count
+    counts = _num_logprobs(rows)
     if not counts:
         return Sampled(tokens, highest)
     asked = mx.array(list(counts))
     told = Logprobs.of(logits[asked], tokens[asked], list(counts.values()))
     return Sampled(tokens, highest, told, tuple(counts))
+
+
+def _num_logprobs(rows: Sequence[SamplingRow]) -> dict[int, int]:
+    """Return how many log-probabilities rows ask for, by place."""
+    counts: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        count = row.params.logprobs
+        if count is not None:
+            counts[place] = count
+    return counts
 
 
 def _drawn(
@@ -456,13 +474,14 @@ def _draw_among(
     )
     if all(0 < row.params.top_k <= count for row in rows):
         return tokens
-    held: Any = mass.tolist()
-    for index, row in enumerate(rows):
-        if not _may_miss(row.params, count, held[index]):
+    masses: Any = mass.tolist()
+    for index, (row, held) in enumerate(zip(rows, masses, strict=True)):
+        if not _may_miss(row.params, count, held):
             continue
+        more = size
+        if 2 * held >= row.params.top_p:
+            more = count * MORE_CANDIDATES
         own = slice(index, index + 1)
-        is_near = 2 * held[index] >= row.params.top_p
-        more = count * MORE_CANDIDATES if is_near else size
         again = _draw_among(scaled[own], noise[own], [row], more)
         tokens = _merge(tokens, [index], again)
     return tokens

@@ -357,8 +357,9 @@ class FixedShapes:
         return tuple(ends)
 
     def shares(self, prompt: Encoded) -> bool:
-        is_plain = not (prompt.prefill or prompt.atomic)
-        return is_plain and self.prompts(prompt.length) > 1
+        if prompt.prefill or prompt.atomic:
+            return False
+        return self.prompts(prompt.length) > 1
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
         """Return the rows of a whole prompt's array; 1 with several chunks or no padding."""
@@ -507,12 +508,12 @@ def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[Laye
 def _fill(adapter: Adapter, fresh: Sequence[Any], policy: Policy) -> int:
     """Return the padding positions that saving a forward is worth."""
     can_pad = pads(adapter, fresh)
-    can_mask = _hides_what_follows(adapter) and can_fill(fresh)
-    if can_mask and policy.placement == "rows":
-        return FEW_POSITIONS if can_pad else MORE_POSITIONS
-    if not can_pad or not policy.pad_to:
-        return 0
-    return policy.smallest_chunk // 2
+    if policy.placement == "rows":
+        can_mask = _hides_what_follows(adapter) and can_fill(fresh)
+        if can_mask:
+            return FEW_POSITIONS if can_pad else MORE_POSITIONS
+    saves = can_pad and policy.pad_to > 0
+    return policy.smallest_chunk // 2 if saves else 0
 
 
 def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:
@@ -547,11 +548,11 @@ def chunk_end(
         if done < stop < end:
             end = stop
     for start, stop in atomic:
-        is_cut = start < end < stop
-        if is_cut and start > done:
+        if not start < end < stop:
+            continue
+        if start > done:
             return start
-        if is_cut:
-            return min(stop, length)
+        return min(stop, length)
     return end
 
 

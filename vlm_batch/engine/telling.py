@@ -103,7 +103,8 @@ class Telling:
     def _wait_for(self, parts: Sequence[Part]) -> None:
         """Wait for parts; end rows of which nothing else is asked."""
         live = [part for part in parts if not part.rows[0].has_ended]
-        self._evaluate(live)
+        if live:
+            self._evaluate(live)
         for part in live:
             self._end_if_read(part.rows[0])
         for part in parts:
@@ -112,9 +113,8 @@ class Telling:
 
     def _evaluate(self, parts: Sequence[Part]) -> None:
         """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
-        if not parts:
-            return
-        failed = attempt([], mx.eval, [part.arrays for part in parts])
+        arrays = [part.arrays for part in parts]
+        failed = attempt([], mx.eval, arrays)
         if failed is None:
             return
         for part in parts:

@@ -5,7 +5,7 @@ A shape's first call takes several times as long on a GPU (docs/log.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -23,21 +23,22 @@ def forwards(
 ) -> Iterator[None]:
     """Run a forward per ``next``: single prompts, decode steps of up to ``most`` rows, arrays of prompts."""
     arrays = trial.shapes.arrays(trial.adapter.max_context)
-    alone = [shape for shape in arrays if shape[0] == 1]
-    for rows, width in alone:
-        _prompts(trial, rows, width)
-        yield
+    num_alone = [rows for rows, _ in arrays].count(1)
+    alone, together = arrays[:num_alone], arrays[num_alone:]
+    yield from _prompts(trial, alone)
+    _, widest = max(alone)
     row, params = trial.row(LENGTH), SamplingParams(seed=0)
-    for count, columns in trial.shapes.steps(most, max(width for _, width in alone)):
-        logits = next(trial.steps([row] * count, count, columns=columns, decode=decode))
-        mx.eval(sampler(logits, [SamplingRow(params, 0, 0)] * count).arrays())
+    for count, columns in trial.shapes.steps(most, widest):
+        steps = trial.steps([row] * count, count, columns=columns, decode=decode)
+        sampled = sampler(next(steps), [SamplingRow(params, 0, 0)] * count)
+        mx.eval(sampled.arrays())
         yield
-    for rows, width in arrays[len(alone) :]:
-        _prompts(trial, rows, width)
-        yield
+    yield from _prompts(trial, together)
 
 
-def _prompts(trial: Trial, rows: int, width: int) -> None:
-    """Prefill padded prompts of ``width - 1`` positions."""
-    prompt = trial.prompt(max(1, width - 1))
-    mx.eval(trial.prefilled([prompt] * rows, makes_plans=True)[0])
+def _prompts(trial: Trial, arrays: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Prefill arrays of (rows, width): padded prompts of ``width - 1`` positions."""
+    for rows, width in arrays:
+        prompt = trial.prompt(max(1, width - 1))
+        mx.eval(trial.prefilled([prompt] * rows, makes_plans=True)[0])
+        yield

@@ -67,13 +67,14 @@ def attempt(
     try:
         return work(*arguments, **how)
     except BaseException as error:
-        if (
-            isinstance(error, KeyboardInterrupt)
-            and threading.current_thread() is threading.main_thread()
-        ):
+        if isinstance(error, KeyboardInterrupt) and _is_main_thread():
             raise
         # frees the arrays that the frames of its traceback hold
         return Failed(rows, let_go(error), is_shared)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def note_again(num_rows: int, error: BaseException) -> None:
@@ -92,9 +93,13 @@ def note_again(num_rows: int, error: BaseException) -> None:
 def launch(made: Iterable[Made | Failed]) -> list[Part | Failed]:
     """Launch parts' arrays in one call, since each call costs on a GPU; if that raises, each part's alone."""
     found = list(made)
-    arrays = [one[1] for one in found if not isinstance(one, Failed)]
+    arrays: list[Sequence[Any]] = []
+    for one in found:
+        if not isinstance(one, Failed):
+            arrays.append(one[1])
     failed = attempt([], mx.async_eval, arrays)
-    return [_launched(one, is_done=failed is None) for one in found]
+    is_done = failed is None
+    return [_launched(one, is_done=is_done) for one in found]
 
 
 def _launched(made: Made | Failed, *, is_done: bool) -> Part | Failed:
@@ -125,13 +130,10 @@ def checked_logits(found: Any, shape: tuple[int, ...]) -> mx.array:
 
 def check_encoded(encoded: Encoded) -> None:
     """Raise ValueError unless a prompt's embeddings are real numbers (1, L, D)."""
-    embeds, length = encoded.inputs_embeds, int(encoded.inputs_embeds.shape[1])
-    if (
-        embeds.ndim != 3
-        or embeds.shape[0] != 1
-        or not length
-        or not mx.issubdtype(embeds.dtype, mx.floating)
-    ):
+    embeds = encoded.inputs_embeds
+    is_row = embeds.ndim == 3 and embeds.shape[0] == 1
+    is_real = mx.issubdtype(embeds.dtype, mx.floating)
+    if not is_row or not is_real or not encoded.length:
         raise ValueError(
             f"the prompt's embeddings have the shape {embeds.shape} and the type {embeds.dtype}; they must be real numbers "
             "(1, L, D)"

@@ -79,10 +79,12 @@ def _joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _same(array: mx.array) -> mx.array:
-    if (parts := _PARTS.of(array)) is not None:
-        return _joined([_same(part) for part in parts])
+    parts = _PARTS.of(array)
+    if parts is not None:
+        return _joined(list(map(_same, parts)))
     made = array[...]
-    if (hashed := HASHES.of(array)) is not None:
+    hashed = HASHES.of(array)
+    if hashed is not None:
         HASHES.note(made, hashed)
     return made
 
@@ -96,7 +98,8 @@ class Sourced(mx.array):
     def __init__(self, array: mx.array) -> None:
         super().__init__(array)
         self._array = array
-        if (parts := _PARTS.of(array)) is not None:
+        parts = _PARTS.of(array)
+        if parts is not None:
             _PARTS.note(self, parts)
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
@@ -123,10 +126,15 @@ def _is_large_float(value: Any) -> bool:
     return mx.issubdtype(value.dtype, mx.floating)
 
 
+def _ends_of(parts: Sequence[mx.array]) -> list[int]:
+    """Return where arrays that are joined end, but for the last."""
+    return list(accumulate(map(len, parts)))[:-1]
+
+
 def split_noted(array: mx.array, ends: Sequence[int], axis: int) -> list[mx.array]:
     """Split an array before ``ends``, keeping registered parts and sources."""
     parts = _PARTS.of(array) if axis == 0 else None
-    if parts is not None and list(accumulate(map(len, parts)))[:-1] == list(ends):
+    if parts is not None and _ends_of(parts) == list(ends):
         return parts
     split = list(mx.split(array, ends, axis=axis))
     source = _SOURCES.of(array)
@@ -161,22 +169,27 @@ def array_bytes(array: Any) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+#: Types that are digested by their names and texts.
+PLAIN = (type(None), bool, int, float, str, bytes)
+
+
 def _feed(state: Any, value: Any, in_full: bool) -> None:
     if isinstance(value, (mx.array, np.ndarray)):
         _feed_array(state, value, in_full)
-    elif isinstance(value, Mapping):
-        state.update(f"mapping {len(value)};".encode())
-        for name in sorted(value):
-            _feed(state, name, in_full)
-            _feed(state, value[name], in_full)
-    elif isinstance(value, (list, tuple)):
-        state.update(f"sequence {len(value)};".encode())
-        for item in value:
-            _feed(state, item, in_full)
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return
+    if isinstance(value, PLAIN):
         state.update(f"{type(value).__name__} {value!r};".encode())
-    else:
+        return
+    kind, items = "sequence", value
+    if isinstance(value, Mapping):
+        kind, items = "mapping", []
+        for name in sorted(value):
+            items += [name, value[name]]
+    elif not isinstance(value, (list, tuple)):
         raise TypeError(f"no digest of {type(value).__name__}")
+    state.update(f"{kind} {len(value)};".encode())
+    for item in items:
+        _feed(state, item, in_full)
 
 
 def _feed_array(state: Any, array: mx.array | np.ndarray, in_full: bool) -> None:
@@ -185,10 +198,12 @@ def _feed_array(state: Any, array: mx.array | np.ndarray, in_full: bool) -> None
     if in_full:
         state.update(array_bytes(array).data)
         return
-    if (hashed := HASHES.of(array)) is not None:
+    hashed = HASHES.of(array)
+    if hashed is not None:
         state.update(hashed)
         return
-    if (source := _SOURCES.of(array)) is not None:
+    source = _SOURCES.of(array)
+    if source is not None:
         state.update(b"converted ")
         _feed_array(state, source, in_full)
         return

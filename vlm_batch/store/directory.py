@@ -97,12 +97,12 @@ class RowFiles:
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
         """Read the row with most positions shared with ``keys`` (N, 3), if over ``beyond``."""
         while True:
-            shared = {
-                name: common_length(self._files[name].keys, keys)
-                for name, _ in self._index.candidates(keys)
-            }
-            best = max(shared, key=shared.__getitem__, default=None)
-            if best is None or shared[best] <= beyond:
+            best, most = "", beyond
+            for name, _ in self._index.candidates(keys):
+                shared = common_length(self._files[name].keys, keys)
+                if shared > most:
+                    best, most = name, shared
+            if not best:
                 return None
             try:
                 row, identity = read_row(self.directory / best, self.max_bytes)
@@ -131,11 +131,10 @@ class RowFiles:
 
     def _take_up(self, path: Path) -> None:
         try:
-            if identity_of(read_header(path, self.max_bytes)) == self.identity:
-                self._add(
-                    path.name,
-                    _File(read_keys(path, self.max_bytes), path.stat().st_size),
-                )
+            header = read_header(path, self.max_bytes)
+            if identity_of(header) == self.identity:
+                keys = read_keys(path, self.max_bytes)
+                self._add(path.name, _File(keys, path.stat().st_size))
         except InvalidCache as error:
             note_bad(path, error)
             _remove(path)

@@ -139,11 +139,11 @@ def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Sa
 def _check_form(row: SavedRow) -> None:
     """Raise ValueError if a row cannot be one."""
     dtype, shape = row.keys.dtype, row.keys.shape
-    if dtype != np.int64 or len(shape) != 2 or shape[1] != KEY_WIDTH:
+    is_table = len(shape) == 2 and shape[1] == KEY_WIDTH
+    if dtype != np.int64 or not is_table:
         raise ValueError(f"its keys are {dtype} of the shape {shape}")
-    for name, number in (("layers", row.num_layers), ("pictures", row.num_pictures)):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"it has {number!r} {name}")
+    _check_count("layers", row.num_layers)
+    _check_count("pictures", row.num_pictures)
     _check_layers(row.whole, row.num_layers)
     for at, snapshot in row.snapshots.items():
         if not 0 <= at <= row.length:
@@ -151,6 +151,11 @@ def _check_form(row: SavedRow) -> None:
                 f"it has a snapshot at {at}, beyond its {row.length} positions"
             )
         _check_layers(snapshot.layers, row.num_layers)
+
+
+def _check_count(name: str, number: Any) -> None:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"it has {number!r} {name}")
 
 
 def _check_layers(layers: Mapping[int, LayerState], num_layers: int) -> None:
@@ -229,8 +234,9 @@ def _keys_of(tensor: Mapping[str, Any]) -> tuple[int, int]:
     begin, end = tensor["data_offsets"]
     length, width = tensor["shape"]
     nbytes = length * width * np.dtype(np.int64).itemsize
-    is_formed = tensor["dtype"] == "I64" and width == KEY_WIDTH
-    if not is_formed or end - begin != nbytes or not 0 <= nbytes <= MAX_KEY_BYTES:
+    is_formed = (tensor["dtype"], width) == ("I64", KEY_WIDTH)
+    is_whole = end - begin == nbytes
+    if not is_formed or not is_whole or not 0 <= nbytes <= MAX_KEY_BYTES:
         raise ValueError(
             f"its keys are {tensor['dtype']} of the shape {tensor['shape']} in {end - begin} bytes"
         )

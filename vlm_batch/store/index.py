@@ -40,16 +40,19 @@ class PrefixIndex(Generic[Name]):
         """
         filed: list[list[Name]] = []  # per number of blocks
         for beginning in prefix_hashes(keys):
-            if beginning not in self._names:
+            names = self._names.get(beginning)
+            if names is None:
                 break
-            filed.append(self._names[beginning])
+            filed.append(names)
         offered: set[Name] = set()
         while filed:
             shared = len(filed) * BLOCK
-            for name in filed.pop()[: -OFFERED - 1 : -1]:
-                if name not in offered:
-                    offered.add(name)
-                    yield name, shared
+            newest = filed.pop()[: -OFFERED - 1 : -1]
+            for name in newest:
+                if name in offered:
+                    continue
+                offered.add(name)
+                yield name, shared
 
 
 def prefix_hashes(keys: np.ndarray) -> Iterator[int]:

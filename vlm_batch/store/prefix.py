@@ -39,7 +39,8 @@ def match(row: SavedRow, key: PromptKey) -> Match:
     common = common_length(row.keys, key.positions)
     limit = common
     if common == key.length:
-        if row.logits_at(common) is not None and row.resumable(common) == common:
+        has_logits = row.logits_at(common) is not None
+        if has_logits and row.resumable(common) == common:
             return Match(row, common, common)
         limit = common - 1
     while length := row.resumable(limit):
@@ -116,9 +117,11 @@ class PrefixCache(NoPrefixCache):
         """Take a row from the second tier, if any, that shares more than any here."""
         if self.second is None:
             return
-        keys, longest = key.positions, 0
+        keys = key.positions
+        longest = 0
         for number, _ in self._index.candidates(keys):
-            longest = max(longest, common_length(self._rows[number].keys, keys))
+            common = common_length(self._rows[number].keys, keys)
+            longest = max(longest, common)
         if longest == key.length:
             return
         try:

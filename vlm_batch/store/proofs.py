@@ -78,7 +78,8 @@ def counts_of(value: Any, tried: Container[int]) -> tuple[int, ...]:
     """Return ascending numbers of a file, all of them ``tried``. Raises ValueError or TypeError."""
     counts = tuple(value)
     for count in counts:
-        if type(count) is not int or count not in tried:
+        is_number = type(count) is int
+        if not is_number or count not in tried:
             raise ValueError(f"it has numbers that nobody tried: {value}")
     if sorted(set(counts)) != list(counts):
         raise ValueError(f"its numbers do not ascend: {value}")

@@ -29,6 +29,10 @@ class Snapshot:
     layers: Mapping[int, LayerState] = field(default_factory=dict)
     logits: mx.array | None = None
 
+    def reaches(self, length: int) -> bool:
+        """Return whether every layer has a state of so many positions."""
+        return all(layer.reaches(length) for layer in self.layers.values())
+
     def arrays(self) -> list[mx.array]:
         found = _arrays_of(self.layers)
         return found if self.logits is None else [self.logits, *found]
@@ -72,7 +76,9 @@ class SavedRow:
         longest = min(limit, self.length)
         if not self._is_whole:
             longest = self._last_end(limit)
-        least = max((layer.floor for layer in self.whole.values()), default=0)
+        least = 0
+        for layer in self.whole.values():
+            least = max(least, layer.floor)
         return longest if longest >= least else 0
 
     @property
@@ -84,7 +90,8 @@ class SavedRow:
         longest = 0
         for at, snapshot in self.snapshots.items():
             end = min(limit, at)
-            if end > longest and self._serves(snapshot, end):
+            is_longer = end > longest
+            if is_longer and self._serves(snapshot, end):
                 longest = end
         return longest
 
@@ -97,24 +104,26 @@ class SavedRow:
         layers = dict(self.whole)
         if not self._is_whole:
             layers |= self._serving(length).layers
-        share = num_pictures / self.num_pictures if self.num_pictures else 0.0
-        return [
-            layers[index].of_pictures(share).restore(length)
-            for index in range(self.num_layers)
-        ]
+        share = 0.0
+        if self.num_pictures:
+            share = num_pictures / self.num_pictures
+        restored: list[Any] = []
+        for index in range(self.num_layers):
+            own = layers[index].of_pictures(share)
+            restored.append(own.restore(length))
+        return restored
 
     def _serving(self, length: int) -> Snapshot:
         """Return the shortest snapshot from which a row can continue at ``length``."""
-        for at, snapshot in sorted(self.snapshots.items()):
+        for at in sorted(self.snapshots):
+            snapshot = self.snapshots[at]
             if at >= length and self._serves(snapshot, length):
                 return snapshot
         raise LookupError(f"no snapshot reaches {length} positions")
 
     def _serves(self, snapshot: Snapshot, length: int) -> bool:
         is_complete = len(self.whole) + len(snapshot.layers) == self.num_layers
-        if length <= 0 or not is_complete:
-            return False
-        return all(layer.reaches(length) for layer in snapshot.layers.values())
+        return length > 0 and is_complete and snapshot.reaches(length)
 
 
 def _arrays_of(layers: Mapping[int, LayerState]) -> list[mx.array]:
@@ -158,7 +167,8 @@ def save_row(
 ) -> SavedRow:
     """Save a row's caches, unevaluated; ``constant``: layers saved already."""
     length = len(keys)
-    whole, last = dict(constant or {}), dict[int, LayerState]()
+    whole: dict[int, LayerState] = dict(constant or {})
+    last: dict[int, LayerState] = {}
     for index, cache in enumerate(caches):
         if index in whole:
             continue
@@ -167,8 +177,12 @@ def save_row(
             whole[index] = state
         else:
             last[index] = state
-    kept = {at: snapshot for at, snapshot in snapshots.items() if at <= length}
-    if last and all(state.reaches(length) for state in last.values()):
-        before = kept.get(length, Snapshot())
-        kept[length] = Snapshot(last, before.logits)
+    kept: dict[int, Snapshot] = {}
+    for at, snapshot in snapshots.items():
+        if at <= length:
+            kept[at] = snapshot
+    before = kept.get(length, Snapshot())
+    end = Snapshot(last, before.logits)
+    if last and end.reaches(length):
+        kept[length] = end
     return SavedRow(keys, len(caches), whole, kept, num_pictures)

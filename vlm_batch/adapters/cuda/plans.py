@@ -69,17 +69,27 @@ def attend(
         found = one_query.attend_where_right(queries, keys, values, scale, mask)
         if found is not None:
             return found
-    if takes_plans(queries):
-        if is_groupable(queries, keys, mask):
-            return attend_groups(queries, keys, values, scale, mask)
-        if is_fixed:
-            if is_unfused(queries, keys, mask):
-                return attend_unfused(queries, keys, values, scale, mask)
-        elif not is_one:
-            if is_rare(queries, keys):
-                return attend_unfused(queries, keys, values, scale, mask)
-            if isinstance(mask, str) and is_early(queries, keys):
-                return attend_before(queries, keys, values, scale)
+    if not takes_plans(queries):
+        return _attend_fast(queries, keys, values, scale, mask)
+    if is_groupable(queries, keys, mask):
+        return attend_groups(queries, keys, values, scale, mask)
+    if is_fixed:
+        if is_unfused(queries, keys, mask):
+            return attend_unfused(queries, keys, values, scale, mask)
+        return _attend_fast(queries, keys, values, scale, mask)
+    if is_one:
+        return _attend_fast(queries, keys, values, scale, mask)
+    if is_rare(queries, keys):
+        return attend_unfused(queries, keys, values, scale, mask)
+    if isinstance(mask, str) and is_early(queries, keys):
+        return attend_before(queries, keys, values, scale)
+    return _attend_fast(queries, keys, values, scale, mask)
+
+
+def _attend_fast(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array:
+    """Attend by MLX's own choice of a kernel."""
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask
     )
