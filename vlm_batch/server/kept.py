@@ -38,7 +38,7 @@ class Kept:
         owner: Whose it is.
         body: The response as its maker sees it; its status is the latest.
         items: What came in, as items.
-        turns: The conversation up to the answer, with it, as ``Talk`` has it.
+        turns: The conversation up to the answer, which is in ``body``, as ``Talk`` has it.
         events: The stream's events in order, of one that runs in the background.
         running: What makes it, as long as it is made.
     """
