@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from tests.serving import IMAGES, Reply, Running, data_uri, serving, wait_until
 from tests.test_server_tools import copy_with_tools
 from vlm_batch import VLMBatcher
-from vlm_batch.server.config import InvalidConfig, Key
+from vlm_batch.server.config import InvalidConfig, Key, ServerConfig
 from vlm_batch.server.kept import Kept, KeptResponses, ResponseFolder
 from vlm_batch.server.private import AGE
 
@@ -425,6 +425,8 @@ async def test_a_folder_has_what_memory_has_not(tmp_path: Path) -> None:
     assert await kept.item("msg_1", "two") is None
     with pytest.raises(InvalidConfig, match="another server has"):
         ResponseFolder(folder, 1 << 20)
+    with pytest.raises(InvalidConfig, match="folders of their own"):
+        ServerConfig(model="reader", files=folder, responses=folder)
     kept.close()
     assert files_in(folder) == ["resp_a"]
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "resp_a")] == [
