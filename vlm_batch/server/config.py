@@ -62,7 +62,7 @@ _LEAST = {
     "max_files": 1,
     "max_upload": 1,
     "max_responses": 1,
-    "max_kept": 0,
+    "max_kept": 1,
     "max_images": 1,
     "max_choices": 1,
     "max_prompts": 1,
