@@ -476,6 +476,22 @@ async def test_a_folder_has_bounds_of_bytes_and_age(
     assert files_in(tmp_path) == []
 
 
+def test_what_runs_in_the_background_needs_no_room(tmp_path: Path) -> None:
+    """It is found while it is made, however little may be kept in memory; then it is in the folder."""
+    with serving(max_kept=1, responses=tmp_path) as server:
+        begun = ask(server, background=True, max_output_tokens=300, min_tokens=300)
+        path = f"{PATH}/{begun.json['id']}"
+        found = server.ask("GET", path)
+        assert found.status == 200
+        wait_until(
+            lambda: server.ask("GET", path).json["status"] == "incomplete", "its end"
+        )
+        stopped = ask(server, background=True, max_output_tokens=900, min_tokens=900)
+        path = f"{PATH}/{stopped.json['id']}"
+        assert server.ask("POST", f"{path}/cancel").json["status"] == "cancelled"
+    assert files_in(tmp_path) == [begun.json["id"]]
+
+
 def test_a_conversation_outlives_its_server(folder: Path, tmp_path: Path) -> None:
     def begin() -> Any:
         keys = (Key("one"), Key("two"))

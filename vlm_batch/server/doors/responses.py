@@ -259,7 +259,7 @@ class ResponseExchange(Exchange):
         self.entry = self.entry.detached()
         self.kept.running = asyncio.create_task(self._make())
         self.kept.running.add_done_callback(self._made)
-        self.core.kept.keep(self.kept)
+        self.core.kept.hold(self.kept)
 
     async def _make(self) -> None:
         try:
@@ -275,6 +275,7 @@ class ResponseExchange(Exchange):
         if task.cancelled():
             self._response["status"] = "cancelled"
         self.kept.running = None
+        self.core.kept.release(self.kept)
         self.kept.wake()
         self.entry.said["background"] = self._response["status"]
         self.entry.close()
