@@ -4,7 +4,8 @@
     python -m benchmarks.doors batch --rows 300 --rounds 5
 
 ``chats``: the same questions through chat completions, Responses and Messages, 48 at once, whole and streamed; each round
-asks at every door in turn, each time another first. ``batch``: the same rows by ``/v1/batches`` and by ``vlm-batch run``,
+asks at every door in turn, each time another first, and seconds are those of the clock and, on Linux, of the server's
+processors. ``batch``: the same rows by ``/v1/batches`` and by ``vlm-batch run``,
 from the first row to the last answer, in turn. Each ratio is of one round, to chat completions or to the job; medians with
 the least and the largest. Wants a machine on which nothing else runs. The last line is JSON.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import os
 import re
 import statistics
 import subprocess
@@ -22,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from openai import OpenAI
@@ -32,7 +35,7 @@ from vlm_batch.assets import default_checkpoint
 
 AT_ONCE = 48
 TOKENS = 32
-BASE: Final = "/v1/chat/completions"
+BASE: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -75,17 +78,33 @@ async def load(
     return time.perf_counter() - began
 
 
+def cpu_seconds() -> float:
+    """Return what the server, this process's only child, has used of processors; NaN where the system does not say."""
+    try:
+        mine = Path(f"/proc/self/task/{os.getpid()}/children")
+        (pid,) = mine.read_text().split()
+        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return math.nan
+    return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def one_round(
     address: tuple[str, int], number: int, at_once: int, *, streams: bool
-) -> dict[str, float]:
-    """Return each door's seconds. Who is first changes from round to round, and nobody has kept the prompts."""
+) -> dict[str, tuple[float, float]]:
+    """Return each door's seconds, by the clock and of processors.
+
+    Who is first changes from round to round, and nobody has kept the prompts.
+    """
     begin = number % len(DOORS)
     order = [*list(DOORS)[begin:], *list(DOORS)[:begin]]
     seconds = {}
     for place, path in enumerate(order):
         first = ((2 * number + streams) * len(DOORS) + place) * 1000
         numbers = range(first, first + at_once)
-        seconds[path] = asyncio.run(load(address, path, numbers, streams=streams))
+        before = cpu_seconds()
+        waited = asyncio.run(load(address, path, numbers, streams=streams))
+        seconds[path] = (waited, cpu_seconds() - before)
     return seconds
 
 
@@ -102,10 +121,11 @@ def chats(options: argparse.Namespace, log: Path) -> dict[str, Any]:
                 if not number:  # the first warms up
                     continue
                 kind = "streamed" if streams else "whole"
-                print(kind, {path: round(said, 3) for path, said in seconds.items()})
+                print(kind, seconds)
                 for path in list(DOORS)[1:]:
-                    found = ratios.setdefault(f"{path}, {kind}", [])
-                    found.append(seconds[path] / seconds[BASE])
+                    for place, unit in enumerate(("clock", "processors")):
+                        found = ratios.setdefault(f"{path}, {kind}, {unit}", [])
+                        found.append(seconds[path][place] / seconds[BASE][place])
     return ratios
 
 

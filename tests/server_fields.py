@@ -1,4 +1,4 @@
-"""The table of fields in docs/server.md, from the server's own types: ``python -m tests.server_fields`` writes it anew."""
+"""The table of fields in docs/server-fields.md, from the server's types: ``python -m tests.server_fields`` writes it anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlm_batch.server.doors.chat import ChatRequest
 from vlm_batch.server.doors.completions import CompletionRequest
 from vlm_batch.server.openai import REFUSED, Common
 
-PAGE = Path(__file__).parent.parent / "docs" / "server.md"
+PAGE = Path(__file__).parent.parent / "docs" / "server-fields.md"
 HEAD = "| field | a chat's for | `/v1/chat/completions` | `/v1/completions` | why |\n| --- | --- | --- | --- | --- |\n"
 #: Fields of a chat in vLLM (chat_completion/protocol.py at 002032e).
 OF_VLLM = frozenset({

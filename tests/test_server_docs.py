@@ -1,4 +1,4 @@
-"""docs/server.md: its commands run, and its table of fields is what the server does."""
+"""The pages of the server: their commands run, their table of fields is what it does, and they are short."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from vlm_batch.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+PAGES = sorted(
+    set((ROOT / "docs").glob("server*.md")) - {ROOT / "docs/server-inside.md"}
+)
+#: Most words of a page.
+MOST_WORDS = 700
 CURL = [line for line in PAGE.splitlines() if re.match(r"(\(.*\| )?curl ", line)]
 
 
@@ -67,15 +72,26 @@ def test_there_are_curl_lines() -> None:
 
 
 def test_the_table_of_fields_is_up_to_date() -> None:
-    assert server_fields.table() in PAGE, "run python -m tests.server_fields"
+    page = server_fields.PAGE.read_text(encoding="utf-8")
+    assert server_fields.table() in page, "run python -m tests.server_fields"
 
 
 def test_every_flag_that_is_named_is_one() -> None:
-    _, _, about = PAGE.partition("## Who may use it")
-    about = about.partition("## mlx-vlm's own server")[0]
     parser = cli.parser()
     help_text = (
         parser._subparsers._group_actions[0].choices["serve"].format_everything()  # type: ignore[index,union-attr]
     )
-    for flag in set(re.findall(r"`(--[a-z-]+)", about)):
-        assert flag in help_text, flag
+    for name in ("access", "running", "responses", "batches"):
+        page = ROOT / "docs" / f"server-{name}.md"
+        about = page.read_text(encoding="utf-8").partition("## Measuring")[0]
+        for flag in set(re.findall(r"`(--[a-z-]+)", about)):
+            assert flag in help_text, (page, flag)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_of_the_server_is_short(page: Path) -> None:
+    """One page for each door, and for each question about all of them; the table of fields is made from their types."""
+    said = page.read_text(encoding="utf-8")
+    if page == server_fields.PAGE:
+        said = said.replace(server_fields.table(), "")
+    assert len(said.split()) <= MOST_WORDS

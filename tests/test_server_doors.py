@@ -7,11 +7,13 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving import IMAGES, Running, data_uri, serving, wait_until
+from vlm_batch.server import doors
 from vlm_batch.server.doors import DOORS
 from vlm_batch.server.wire import Body, Wire
 
@@ -47,6 +49,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def test_every_door_is_here() -> None:
     assert set(LEAST) == {door.path for door in DOORS.all}
+
+
+def test_a_door_is_a_short_file() -> None:
+    """What is longer has something that belongs to all doors (docs/server-inside.md)."""
+    files = list(Path(doors.__file__).parent.glob("*.py"))
+    lines = {file.name: len(file.read_text().splitlines()) for file in files}
+    assert len(lines) > 5
+    assert [name for name, count in lines.items() if count > 450] == []
 
 
 @pytest.mark.parametrize("path", LEAST)

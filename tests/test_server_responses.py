@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from tests.serving import IMAGES, Reply, Running, data_uri, serving, wait_until
 from tests.test_server_tools import copy_with_tools
 from vlm_batch import VLMBatcher
-from vlm_batch.server.config import InvalidConfig, Key
+from vlm_batch.server.config import InvalidConfig, Key, ServerConfig
 from vlm_batch.server.kept import Kept, KeptResponses, ResponseFolder
 from vlm_batch.server.private import AGE
 
@@ -425,6 +425,8 @@ async def test_a_folder_has_what_memory_has_not(tmp_path: Path) -> None:
     assert await kept.item("msg_1", "two") is None
     with pytest.raises(InvalidConfig, match="another server has"):
         ResponseFolder(folder, 1 << 20)
+    with pytest.raises(InvalidConfig, match="folders of their own"):
+        ServerConfig(model="reader", files=folder, responses=folder)
     kept.close()
     assert files_in(folder) == ["resp_a"]
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "resp_a")] == [
@@ -472,6 +474,22 @@ async def test_a_folder_has_bounds_of_bytes_and_age(
     folder.sweep()
     folder.close()
     assert files_in(tmp_path) == []
+
+
+def test_what_runs_in_the_background_needs_no_room(tmp_path: Path) -> None:
+    """It is found while it is made, however little may be kept in memory; then it is in the folder."""
+    with serving(max_kept=1, responses=tmp_path) as server:
+        begun = ask(server, background=True, max_output_tokens=300, min_tokens=300)
+        path = f"{PATH}/{begun.json['id']}"
+        found = server.ask("GET", path)
+        assert found.status == 200
+        wait_until(
+            lambda: server.ask("GET", path).json["status"] == "incomplete", "its end"
+        )
+        stopped = ask(server, background=True, max_output_tokens=900, min_tokens=900)
+        path = f"{PATH}/{stopped.json['id']}"
+        assert server.ask("POST", f"{path}/cancel").json["status"] == "cancelled"
+    assert files_in(tmp_path) == [begun.json["id"]]
 
 
 def test_a_conversation_outlives_its_server(folder: Path, tmp_path: Path) -> None:

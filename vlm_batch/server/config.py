@@ -62,7 +62,7 @@ _LEAST = {
     "max_files": 1,
     "max_upload": 1,
     "max_responses": 1,
-    "max_kept": 0,
+    "max_kept": 1,
     "max_images": 1,
     "max_choices": 1,
     "max_prompts": 1,
@@ -165,6 +165,9 @@ class ServerConfig:
             raise InvalidConfig(f"sampling is {self.sampling!r}; {said}")
         self._check_access()
         self._check_names()
+        if self.files is not None and self.files == self.responses:
+            said = "--files and --responses need folders of their own"
+            raise InvalidConfig(f"{said}; both are {self.files}")
         for proxy in self.proxies:
             _check_proxy(proxy)
         for folder in self.allow_dirs:

@@ -38,7 +38,7 @@ class Kept:
         owner: Whose it is.
         body: The response as its maker sees it; its status is the latest.
         items: What came in, as items.
-        turns: The conversation up to the answer, with it, as ``Talk`` has it.
+        turns: The conversation up to the answer, which is in ``body``, as ``Talk`` has it.
         events: The stream's events in order, of one that runs in the background.
         running: What makes it, as long as it is made.
     """
@@ -165,9 +165,24 @@ class KeptResponses:
     ) -> None:
         self._shelf: Shelf[Kept] = Shelf(most)
         self._folder = folder
+        # those that are made in the background, whatever room there is
+        self._running: dict[str, Kept] = {}
+
+    def hold(self, kept: Kept) -> None:
+        """Have a response that is made in the background, until ``release``."""
+        self._running[kept.id] = kept
+
+    def release(self, kept: Kept) -> None:
+        """Let go of a response that has ended; one without an answer can still be seen, if there is room."""
+        was_held = self._running.pop(kept.id, None) is not None
+        if was_held and not kept.has_answer:
+            self.keep(kept)
 
     async def find(self, response_id: str, owner: str) -> Kept | None:
         """Return an owner's own response; another's is not there for it."""
+        held = self._running.get(response_id)
+        if held is not None and held.owner == owner:
+            return held
         kept = self._shelf.get(response_id, owner)
         if kept is not None or self._folder is None:
             return kept
@@ -200,6 +215,7 @@ class KeptResponses:
 
     def forget(self, kept: Kept) -> None:
         """Let go of a response, if it is there."""
+        self._running.pop(kept.id, None)
         self._shelf.pop(kept.id)
         if self._folder is not None:
             self._folder.forget(kept.id)
@@ -212,9 +228,9 @@ class KeptResponses:
 
     def close(self) -> None:
         """End what runs in the background, and have the folder whole."""
-        for _, place in self._shelf.all():
-            if place.value.running is not None:
-                place.value.running.cancel()
+        for kept in self._running.values():
+            if kept.running is not None:
+                kept.running.cancel()
         if self._folder is not None:
             self._folder.close()
 

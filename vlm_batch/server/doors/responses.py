@@ -227,9 +227,7 @@ class ResponseExchange(Exchange):
     def _keep(self) -> None:
         if self.body.store is False or not self.core.keeps:
             return
-        output = self._response["output"]
-        items = [ITEMS[item["type"]].model_validate(item) for item in output]
-        self.kept.turns = [*self.turns, *turns_of(items)]
+        self.kept.turns = self.turns
         self.core.kept.keep(self.kept)
 
     # Scores and counts ---------------------------------------------------------------------------------------------
@@ -261,7 +259,7 @@ class ResponseExchange(Exchange):
         self.entry = self.entry.detached()
         self.kept.running = asyncio.create_task(self._make())
         self.kept.running.add_done_callback(self._made)
-        self.core.kept.keep(self.kept)
+        self.core.kept.hold(self.kept)
 
     async def _make(self) -> None:
         try:
@@ -277,6 +275,7 @@ class ResponseExchange(Exchange):
         if task.cancelled():
             self._response["status"] = "cancelled"
         self.kept.running = None
+        self.core.kept.release(self.kept)
         self.kept.wake()
         self.entry.said["background"] = self._response["status"]
         self.entry.close()
@@ -290,7 +289,9 @@ async def _before(
         return ()
     kept = await core.kept.find(before, entry.owner)
     if kept is not None and kept.has_answer:
-        return kept.turns
+        output = kept.body["output"]
+        items = [ITEMS[item["type"]].model_validate(item) for item in output]
+        return [*kept.turns, *turns_of(items)]
     said = f"there is no finished response {before[:100]!r}"
     place, code = "previous_response_id", "previous_response_not_found"
     raise ApiError(400, said, param=place, code=code)
