@@ -2,7 +2,8 @@
 
 ``PYTHONPATH=. scripts/clients/suites.py FOLDER [PYTEST'S ARGUMENTS]``: FOLDER is a checkout of vLLM, or llama.cpp's
 ``tools/server/tests``. Their servers are replaced by this one with the tests' tiny model, their other modules by mocks.
-``docs/server-inside.md`` says how many pass, and why the others do not.
+Beside the tests' packages they need pytest-asyncio, requests and pybase64. ``docs/server-inside.md`` says how many pass,
+and why the others do not.
 """
 
 from __future__ import annotations
@@ -77,11 +78,9 @@ def main(folder: Path, arguments: Sequence[str]) -> int:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]]),
         }
         pytest_of = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem]
-        options = [
-            f"--confcutdir={below}",
-            "--asyncio-mode=auto",
-            f"--rootdir={folder}",
-        ]
+        options = [f"--confcutdir={below}", f"--rootdir={folder}"]
+        if importlib.util.find_spec("pytest_asyncio") is not None:
+            options.append("--asyncio-mode=auto")
         paths = [str(below / file) for file in files if (below / file).exists()]
         chosen = ["-m", "not slow", "-k", LEFT_OUT]
         command = [*pytest_of, *options, *chosen, *arguments, *paths]
