@@ -9,7 +9,7 @@ from tests.test_clients import DATA
 from vlm_batch import families
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
-CLIENTS_HEAD = "| client | requests recorded, all answered |\n|---|---|\n"
+CLIENTS_HEAD = "| client | requests, all answered |\n|---|---|\n"
 TOKENS_HEAD = "| family | token | why |\n|---|---|---|\n"
 
 

@@ -25,7 +25,11 @@ def render(page: str) -> str:
     forms = ""
     for name, form in BOX_FORMS.items():
         scale = "pixels of the picture that the model sees"
-        if form.scale is not None:
+        if form.canvas is not None:
+            scale = "parts of a canvas of {} x {}, in whose middle the page is".format(
+                *form.canvas
+            )
+        elif form.scale is not None:
             scale = f"0 to {form.scale}"
         forms += f"| {name} | {', '.join(form.tasks)} | {scale} | {form.source} |\n"
     return _BOXES.sub(lambda match: f"{match[1]}{_BOXES_HEAD}{forms}{match[2]}", page)

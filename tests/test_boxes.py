@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from tests import read_page
 from vlm_batch.cli import main as cli
-from vlm_batch.jobs.boxes import BOX_FORMS
+from vlm_batch.jobs.boxes import BOX_FORMS, Size
 from vlm_batch.jobs.publishers import PUBLISHERS
 from vlm_batch.types import Request, Result
 
@@ -27,6 +27,8 @@ BLOCKS = (
 )
 #: What the processor makes of a page for dots.ocr: its sides are multiples of 28, and its proportions others.
 SEEN = (588, 840)
+#: The page as it is rendered: 10 by 14 inches at 120 dots.
+PAGE = (1200, 1680)
 
 Box = tuple[float, float, float, float]
 
@@ -69,6 +71,61 @@ def mineru(boxes: list[Box]) -> str:
     return "\n".join(lines)
 
 
+def florence(boxes: list[Box]) -> str:
+    """Corners as its processor quantizes them: the bin in which a number lies."""
+    lines = []
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        corners = (left, top, right, top, right, bottom, left, bottom)
+        bins = (min(999, int(one * 1000)) for one in corners)
+        lines.append(f"block {number}" + "".join(f"<loc_{one}>" for one in bins))
+    return "".join(lines)
+
+
+def nemotron(boxes: list[Box]) -> str:
+    """Parts of a canvas in whose middle the page is."""
+    wide, high = ImageOps.contain(Image.new("1", PAGE), SEEN).size
+    parts = []
+    for number, box in enumerate(boxes):
+        left, top, right, bottom = (
+            (one * (wide, high)[at % 2] + (SEEN[at % 2] - (wide, high)[at % 2]) / 2)
+            / SEEN[at % 2]
+            for at, one in enumerate(box)
+        )
+        begin, end = f"<x_{left:.4f}><y_{top:.4f}>", f"<x_{right:.4f}><y_{bottom:.4f}>"
+        parts.append(f"{begin}block {number}{end}<class_Text>")
+    return "".join(parts)
+
+
+def qwen2(boxes: list[Box]) -> str:
+    lines = []
+    for number, box in enumerate(boxes):
+        left, top, right, bottom = (round(one * 1000) for one in box)
+        lines.append(
+            f"<|object_ref_start|>block {number}<|object_ref_end|>"
+            f"<|box_start|>({left},{top}),({right},{bottom})<|box_end|>"
+        )
+    return "\n".join(lines)
+
+
+def qwen25(boxes: list[Box]) -> str:
+    return qwen(boxes, SEEN)
+
+
+def qwen3(boxes: list[Box]) -> str:
+    return qwen(boxes, (1000, 1000))
+
+
+def qwen(boxes: list[Box], whole: tuple[int, int]) -> str:
+    cells = [
+        {
+            "bbox_2d": [round(one * whole[at % 2]) for at, one in enumerate(box)],
+            "text_content": f"block {number}",
+        }
+        for number, box in enumerate(boxes)
+    ]
+    return f"```json\n{json.dumps(cells)}\n```"
+
+
 def paddle(boxes: list[Box]) -> str:
     """Corners from the lower right one on: the order is no matter."""
     lines = []
@@ -83,6 +140,11 @@ def paddle(boxes: list[Box]) -> str:
 FAMILIES: dict[str, tuple[str, Callable[[list[Box]], str]]] = {
     "deepseekocr": ("deepseek-ai/DeepSeek-OCR", deepseek),
     "dotsocr": ("rednote-hilab/dots.ocr", dots),
+    "florence2": ("microsoft/Florence-2-large-ft", florence),
+    "nemotronparse": ("nvidia/NVIDIA-Nemotron-Parse-2.0", nemotron),
+    "qwen2vl": ("Qwen/Qwen2-VL-7B-Instruct", qwen2),
+    "qwen25vl": ("mlx-community/Qwen2.5-VL-3B-Instruct-4bit", qwen25),
+    "qwen3vl": ("Qwen/Qwen3-VL-8B-Instruct", qwen3),
     "granitedocling": ("ibm-granite/granite-docling-258M", docling),
     "mineru": ("opendatalab/MinerU2.5-2509-1.2B", mineru),
     "paddleocrvl": ("PaddlePaddle/PaddleOCR-VL-1.5", paddle),
@@ -169,15 +231,17 @@ def test_drawn_boxes_hold_the_ink_of_the_page(pdf: str, family: str) -> None:
     batcher = Boxes(write)
     assert read(batcher, model, "--boxes", "--dpi", "120") == 0
     (page,) = batcher.pages
-    assert page.size == (1200, 1680)  # 10 by 14 inches
+    assert page.size == PAGE
     (told,) = json.loads(Path("out/page.boxes.json").read_text())["pages"]
-    assert (told["page"], told["size"]) == (1, [1200, 1680])
+    assert (told["page"], told["size"]) == (1, list(PAGE))
     assert len(told["regions"]) == len(BLOCKS)
 
     dark = ink(page)
     drawn = Image.new("1", page.size)
     # half of a step of the coarsest scale, and rounding
-    off = 2 + int(max(page.size) / (BOX_FORMS[family].scale or min(SEEN)) / 2)
+    form = BOX_FORMS[family]
+    steps = min(SEEN) if form.scale is None or form.canvas else form.scale
+    off = 2 + int(max(page.size) / steps / 2)
     for number, region in enumerate(told["regions"]):
         left, top, right, bottom = region["box"]
         inside = dark[top:bottom, left:right]
@@ -226,6 +290,11 @@ def test_the_task_that_gives_boxes_is_asked(
         ("granitedocling", "<text><loc_9><loc_9><loc_9><loc_40>no area</text>", 0),
         ("mineru", f"<|box_start|>1 2 {'9' * 5000} 4<|box_end|>", 1),
         ("paddleocrvl", "a<|LOC_1|><|LOC_2|>", 0),
+        ("florence2", "a<loc_1><loc_2><loc_3>", 0),
+        ("nemotronparse", "<x_0.1><y_0.1>a<x_0.2><y_0.2>", 0),
+        ("nemotronparse", "<x_0.1><y_0.1>" * 9999 + "a<x_0.2><y_0.2><class_Text>", 1),
+        ("qwen2vl", "<|box_start|>(1,2),(3,4", 0),
+        ("qwen25vl", '{"bbox_2d": [1, 2, 3, 4], "label": "a sign"}', 1),
     ],
 )
 def test_what_is_no_box_is_left_out(family: str, answer: str, boxes: int) -> None:
@@ -234,6 +303,34 @@ def test_what_is_no_box_is_left_out(family: str, answer: str, boxes: int) -> Non
     for region in found:
         left, top, right, bottom = region.box
         assert 0 <= left < right <= 1000 and 0 <= top < bottom <= 1000
+
+
+NEMOTRON = "<x_0.2><y_0.4375>a line<x_0.75><y_0.5><class_Text>"
+FLORENCE = (
+    "a line<loc_100><loc_200><loc_500><loc_200><loc_500><loc_300><loc_100><loc_300>"
+)
+QWEN = '[{"bbox_2d": [%d, %d, %d, %d], "text_content": "a line"}]'
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "page", "seen", "box"),
+    [
+        # computed by docling 2.143: transform_nemotron_bbox, for canvases of 1664 x 2048
+        ("nemotronparse", NEMOTRON, (1240, 1754), None, (121, 749, 1036, 877)),
+        ("nemotronparse", NEMOTRON, (2480, 3508), None, (385, 1535, 1954, 1754)),
+        ("nemotronparse", NEMOTRON, (3000, 1000), None, (600, 269, 2250, 500)),
+        # by transformers: Florence2PostProcessor.dequantize
+        ("florence2", FLORENCE, (1000, 2000), None, (100, 401, 500, 601)),
+        # by Qwen's cookbooks: int(number / input_width * width), and int(number / 1000 * width)
+        ("qwen25vl", QWEN % (147, 210, 294, 420), PAGE, SEEN, (300, 420, 600, 840)),
+        ("qwen3vl", QWEN % (250, 250, 500, 500), PAGE, SEEN, (300, 420, 600, 840)),
+    ],
+)
+def test_numbers_of_the_publishers_own_code(
+    family: str, answer: str, page: Size, seen: Size | None, box: tuple[int, ...]
+) -> None:
+    (region,) = BOX_FORMS[family].regions(answer, page, seen)
+    assert region.box == box
 
 
 def test_the_page_lists_the_scales() -> None:

@@ -31,6 +31,7 @@ from vlm_batch import (
 )
 from vlm_batch.arrays import as_numpy
 from vlm_batch.inputs.processors import with_pillow
+from vlm_batch.jobs.publishers import PUBLISHERS
 from vlm_batch.loading import adapt, load_model
 from vlm_batch.loading.checkpoints import older_processor_files, read_model
 from vlm_batch.models._aya_vision import best_grid as cohere_grid
@@ -249,6 +250,11 @@ def test_florence2_as_transformers_lays_it_out(mark: int, tmp_path: Path) -> Non
         list(result.token_ids)
         == alone("florence2", folder, ids, pixel_values=squares([image], 64)).tokens
     )
+    # a task, which transformers' processor writes out where it is the whole prompt
+    (publisher,) = (one for one in PUBLISHERS if "florence2" in one.models)
+    for task in publisher.prompts.values():
+        asked = ask(folder, [image], task)
+        assert asked.ok, asked.error
 
 
 def test_command_a_vision_needs_no_torch(tmp_path: Path) -> None:

@@ -287,7 +287,8 @@ def test_publishers_are_found_by_names_paths_and_types() -> None:
     assert named("/x/hub/models--allenai--olmOCR-2-7B-1025/snapshots/9f3a") == "olmocr"
     assert named("my-finetune", "paddleocr_vl") == "paddleocrvl"
     assert named("opendatalab/MinerU2.5-2509-1.2B") == "mineru"
-    assert named("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl") == ""
+    assert named("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl") == "qwen25vl"
+    assert named("my-finetune", "qwen2_5_vl") == ""
 
 
 @pytest.mark.parametrize("publisher", PUBLISHERS, ids=lambda one: one.models[0])

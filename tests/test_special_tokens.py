@@ -16,6 +16,8 @@ from vlm_batch.engine.row import decoder_of
 from vlm_batch.engine.text import Detokenizer
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.reserved import ReservedWords
+from vlm_batch.jobs.publishers import PUBLISHERS
 from vlm_batch.loading import answer_text, load_model
 from vlm_batch.registry import ModelSpec
 
@@ -197,3 +199,20 @@ def test_an_answer_with_a_form_is_read_without_them(batcher: VLMBatcher) -> None
     result = batcher.submit(prompt="count to 9", params=params).result(timeout=60)
     assert result.error is None
     assert result.parsed == json.loads(result.text)
+
+
+def test_prompts_of_publishers_may_begin_with_start_tokens() -> None:
+    """Nemotron-Parse's does; its folder has no template that would mark turns with them."""
+    (prompt,) = next(
+        publisher.prompts.values()
+        for publisher in PUBLISHERS
+        if "nemotronparse" in publisher.models
+    )
+    model, processor = load_model(default_checkpoint())
+    words = ["<s>", "</s>", "<predict_bbox>", "<predict_classes>", "<output_markdown>"]
+    processor.tokenizer.add_special_tokens(
+        {"additional_special_tokens": words}, replace_extra_special_tokens=False
+    )
+    processor.chat_template = processor.tokenizer.chat_template = None
+    processing = Processing(processor, model.config)
+    ReservedWords(processing).check(prompt)

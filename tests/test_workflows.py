@@ -33,7 +33,7 @@ def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 #: Minutes that a workflow may take; a Mac's figures take the matrix, verify and benchmarks.
-MOST_MINUTES = {"ci": 60, "mac": 180, "release": 60}
+MOST_MINUTES = {"ci": 60, "mac": 180, "nightly": 60, "release": 60}
 
 
 def test_the_workflows_are_there() -> None:
@@ -43,6 +43,23 @@ def test_the_workflows_are_there() -> None:
 
 def test_a_macs_figures_are_made_by_hand_alone() -> None:
     assert list(read(ROOT / ".github/workflows/mac.yml")[True]) == ["workflow_dispatch"]
+
+
+def test_what_is_slow_runs_every_night_and_is_not_skipped() -> None:
+    nightly = read(ROOT / ".github/workflows/nightly.yml")
+    assert nightly[True]["schedule"] == [{"cron": "17 3 * * *"}]
+    script = (ROOT / "scripts" / "nightly").read_text()
+    assert "pytest -m slow" in script
+    needed = re.search(r'-c "import (.*)"', script)
+    assert needed is not None
+    imported = {name.partition(".")[0] for name in needed[1].split(", ")}
+    asked = set()
+    for test in (ROOT / "tests").glob("test_*.py"):
+        text = test.read_text(encoding="utf-8")
+        if "pytest.mark.slow" in text or test.name.startswith("test_mineru"):
+            found = re.findall(r'importorskip\(\s*"(\w+)', text)
+            asked |= set(found)
+    assert asked == imported
 
 
 def test_setup_names_what_it_takes() -> None:

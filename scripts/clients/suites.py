@@ -2,14 +2,14 @@
 
 ``PYTHONPATH=. scripts/clients/suites.py FOLDER [PYTEST'S ARGUMENTS]``: FOLDER is a checkout of vLLM, or llama.cpp's
 ``tools/server/tests``. Their servers are replaced by this one with the tests' tiny model, their other modules by mocks.
-With SUITES_ENDLESS=1 no answer ends by itself. ``docs/server.md`` says how many pass, and why the others do not.
+Beside the tests' packages they need pytest-asyncio, requests and pybase64. ``docs/server-inside.md`` says how many pass,
+and why the others do not.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import importlib.abc
 import importlib.util
 import io
@@ -30,9 +30,8 @@ import numpy
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-#: Where the tiny model is, and whether it never ends by itself: many cases want an answer of all its tokens.
+#: Where the tiny model is.
 MODEL = "SUITES_MODEL"
-ENDLESS = "SUITES_ENDLESS"
 #: Files about completions; vLLM's are below tests/entrypoints, llama.cpp's below unit.
 OF_VLLM = (
     "openai/chat_completion",
@@ -79,11 +78,9 @@ def main(folder: Path, arguments: Sequence[str]) -> int:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]]),
         }
         pytest_of = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem]
-        options = [
-            f"--confcutdir={below}",
-            "--asyncio-mode=auto",
-            f"--rootdir={folder}",
-        ]
+        options = [f"--confcutdir={below}", f"--rootdir={folder}"]
+        if importlib.util.find_spec("pytest_asyncio") is not None:
+            options.append("--asyncio-mode=auto")
         paths = [str(below / file) for file in files if (below / file).exists()]
         chosen = ["-m", "not slow", "-k", LEFT_OUT]
         command = [*pytest_of, *options, *chosen, *arguments, *paths]
@@ -131,13 +128,7 @@ class Servers:
 def _open_batcher() -> Any:
     from vlm_batch import VLMBatcher
 
-    class Endless(VLMBatcher):
-        def submit_request(self, request: Any) -> Any:
-            params = dataclasses.replace(request.params, ignore_eos=True)
-            return super().submit_request(dataclasses.replace(request, params=params))
-
-    kind = Endless if ENDLESS in os.environ else VLMBatcher
-    return kind(os.environ[MODEL], max_rows=16)
+    return VLMBatcher(os.environ[MODEL], max_rows=16)
 
 
 class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -211,6 +211,8 @@ def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
     task = _task(args, publisher)
     if publisher is None:
         return f"the publisher of this model is not known: pages are asked for {task} in plain words; --prompt asks otherwise"
+    if publisher.prompts[task] == PLAIN_PROMPTS.get(task):
+        return f"the publisher of this model names no words: pages are asked for {task} in plain ones; --prompt asks otherwise"
     return (
         f"pages are asked for {task} as the model's publisher does ({publisher.source})"
     )

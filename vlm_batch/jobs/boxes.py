@@ -47,12 +47,15 @@ class BoxForm:
         tasks: Tasks of its publisher whose answers have boxes, the best first.
         scale: The number that stands for a page's whole width, and for its whole height. None: boxes are in pixels of the
             picture that the model saw, which its processor may have scaled.
+        canvas: Width and height on which the processor centres a page, after it has made a larger one smaller. Numbers are
+            parts of the canvas then. None: the processor adds nothing around a page.
         found: Finds them in an answer.
         source: Where this is published.
     """
 
     tasks: tuple[str, ...]
     scale: int | None
+    canvas: Size | None = None
     found: Callable[[str], Iterator[_Found]]
     source: str
 
@@ -64,31 +67,57 @@ class BoxForm:
             page: Width and height of the page in pixels.
             seen: Those of the picture after the model's processor; None if nobody knows.
         """
-        whole = seen or page
-        if self.scale is not None:
-            whole = (self.scale, self.scale)
+        across, down = self._sides(page, seen)
         regions = []
         for one in self.found(answer):
-            box = _in_pixels(one.numbers, whole, page)
+            box = _in_pixels(one.numbers, across, down, page)
             if box is not None:
                 regions.append(Region(box, one.label, one.text))
         return regions
 
+    def _sides(self, page: Size, seen: Size | None) -> tuple[_Side, _Side]:
+        """Return where a page's width and height are among the model's numbers."""
+        if self.canvas is not None:
+            return _on_canvas(page, seen or self.canvas)
+        if self.scale is not None:
+            return _Side(0, self.scale), _Side(0, self.scale)
+        width, height = seen or page
+        return _Side(0, width), _Side(0, height)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A page's side among a model's numbers: where it begins, and its length."""
+
+    begin: float
+    length: float
+
+
+def _on_canvas(page: Size, canvas: Size) -> tuple[_Side, _Side]:
+    """Return a page's sides as parts of the canvas on which it is centred, in its own proportions."""
+    width, height = page
+    if height > canvas[1]:
+        width, height = int(canvas[1] * page[0] / page[1]), canvas[1]
+    if width > canvas[0]:
+        width, height = canvas[0], int(canvas[0] * page[1] / page[0])
+    across = _Side((canvas[0] - width) // 2 / canvas[0], width / canvas[0])
+    down = _Side((canvas[1] - height) // 2 / canvas[1], height / canvas[1])
+    return across, down
+
 
 def _in_pixels(
-    numbers: Sequence[float], whole: Size, page: Size
+    numbers: Sequence[float], across: _Side, down: _Side, page: Size
 ) -> tuple[int, int, int, int] | None:
     """Return the upright box around points, within the page; None without an area."""
-    left, right = _extent(numbers[0::2], whole[0], page[0])
-    top, bottom = _extent(numbers[1::2], whole[1], page[1])
-    has_area = left < right and top < bottom
-    if has_area:
-        return (left, top, right, bottom)
-    return None
+    left, right = _extent(numbers[0::2], across, page[0])
+    top, bottom = _extent(numbers[1::2], down, page[1])
+    if left >= right or top >= bottom:
+        return None
+    return left, top, right, bottom
 
 
-def _extent(numbers: Sequence[float], whole: int, length: int) -> tuple[int, int]:
-    pixels = [round(number * length / whole) for number in numbers]
+def _extent(numbers: Sequence[float], side: _Side, length: int) -> tuple[int, int]:
+    pixels = [round((one - side.begin) * length / side.length) for one in numbers]
     return max(0, min(pixels)), min(length, max(pixels))
 
 
@@ -111,6 +140,12 @@ def _or_none(text: str) -> str | None:
     return text.strip() or None
 
 
+#: What models call a cell's box, its kind and its text.
+_BOX_NAMES = ("bbox", "bbox_2d")
+_LABEL_NAMES = ("category", "label")
+_TEXT_NAMES = ("text", "text_content")
+
+
 def _cells(answer: str) -> Iterator[_Found]:
     """A list of ``{"bbox": [x1, y1, x2, y2], "category": ..., "text": ...}``, which may be cut."""
     decoder = json.JSONDecoder()
@@ -120,10 +155,14 @@ def _cells(answer: str) -> Iterator[_Found]:
             cell, end = decoder.raw_decode(answer, begin)
         except (ValueError, RecursionError):  # the answer ended by its length
             return
-        box = cell.get("bbox")
+        box = _first(cell, _BOX_NAMES)
         if _is_box(box):
-            yield _Found(box, cell.get("category"), cell.get("text"))
+            yield _Found(box, _first(cell, _LABEL_NAMES), _first(cell, _TEXT_NAMES))
         begin = answer.find("{", end)
+
+
+def _first(cell: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((cell[name] for name in names if name in cell), None)
 
 
 def _is_box(value: Any) -> bool:
@@ -171,6 +210,43 @@ def _spotted(answer: str) -> Iterator[_Found]:
         yield _Found(corners, None, _or_none(match[1]))
 
 
+_QUAD = re.compile(r"([^<]*)((?:<loc_\d+>){8})")
+
+
+def _quads(answer: str) -> Iterator[_Found]:
+    """A line's text, and four corners in bins: ``Hello<loc_100><loc_200>...``. A number is its bin's middle."""
+    for match in _QUAD.finditer(answer):
+        bins = _numbers(_NUMBER.findall(match[2]))
+        yield _Found([one + 0.5 for one in bins], None, match[1].strip() or None)
+
+
+_REFERENT = re.compile(
+    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)?\s*"
+    r"<\|box_start\|>\s*\((\d+),\s*(\d+)\),\s*\((\d+),\s*(\d+)\)\s*<\|box_end\|>"
+)
+
+
+def _referents(answer: str) -> Iterator[_Found]:
+    """``<|object_ref_start|>a title<|object_ref_end|><|box_start|>(176,106),(232,160)<|box_end|>``."""
+    for match in _REFERENT.finditer(answer):
+        text = (match[1] or "").strip() or None
+        yield _Found(_numbers(match.groups()[1:]), None, text)
+
+
+_CLASSED = re.compile(
+    r"<x_(\d+(?:\.\d+)?)><y_(\d+(?:\.\d+)?)>((?:(?!<x_\d).)*)<x_(\d+(?:\.\d+)?)><y_(\d+(?:\.\d+)?)><class_([^>]+)>",
+    re.DOTALL,
+)
+
+
+def _classed(answer: str) -> Iterator[_Found]:
+    """``<x_0.1><y_0.05># Title<x_0.9><y_0.1><class_Title>``: parts of the picture that the model saw."""
+    for match in _CLASSED.finditer(answer):
+        left, top, text, right, bottom, label = match.groups()
+        numbers = [float(one[:20]) for one in (left, top, right, bottom)]
+        yield _Found(numbers, label, text.strip() or None)
+
+
 def _numbers(texts: Sequence[str]) -> list[int]:
     return [int(text[:9]) for text in texts]  # a loop may write longer ones
 
@@ -200,6 +276,12 @@ BOX_FORMS: Mapping[str, BoxForm] = MappingProxyType(
             found=_cells,
             source="post_process_cells in dots_ocr/utils/layout_utils.py of rednote-hilab/dots.ocr",
         ),
+        "florence2": BoxForm(
+            tasks=("layout",),
+            scale=1000,
+            found=_quads,
+            source="Florence2PostProcessor.dequantize in transformers: the middles of 1,000 bins",
+        ),
         "granitedocling": BoxForm(
             tasks=("markdown",),
             scale=500,
@@ -212,11 +294,36 @@ BOX_FORMS: Mapping[str, BoxForm] = MappingProxyType(
             found=_boxed,
             source="parse_layout_output in mineru_client.py of mineru-vl-utils",
         ),
+        "nemotronparse": BoxForm(
+            tasks=("markdown",),
+            scale=1,
+            canvas=(1664, 2048),
+            found=_classed,
+            source="docling 2.143: transform_nemotron_bbox in nemotron_parse_utils.py",
+        ),
         "paddleocrvl": BoxForm(
             tasks=("layout",),
             scale=1000,
             found=_spotted,
             source="post_process_for_spotting in paddlex: inference/pipelines/paddleocr_vl/uilts.py",
+        ),
+        "qwen2vl": BoxForm(
+            tasks=("layout",),
+            scale=1000,
+            found=_referents,
+            source="Qwen2-VL's report, arXiv:2409.12191, section 2.2; the prompt is ours",
+        ),
+        "qwen25vl": BoxForm(
+            tasks=("layout",),
+            scale=None,
+            found=_cells,
+            source="plot_text_bounding_boxes in the cookbooks of QwenLM/Qwen2.5-VL",
+        ),
+        "qwen3vl": BoxForm(
+            tasks=("layout",),
+            scale=1000,
+            found=_cells,
+            source="plot_bounding_boxes in the cookbooks of QwenLM/Qwen3-VL",
         ),
     }
 )

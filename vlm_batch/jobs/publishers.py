@@ -77,6 +77,11 @@ _DEEPSEEK = MappingProxyType(
         "skip_special_tokens": False,
     }
 )
+#: Qwen's cookbook; Qwen2-VL has the same asked in its report's form.
+_SPOTTING = (
+    "Spotting all the text in the image with line-level, and output in JSON format."
+)
+_GROUNDING = "Find all lines of text on this page, and give each with its bounding box."
 _DEEPSEEK_PROMPTS = MappingProxyType(
     {
         "markdown": "<|grounding|>Convert the document to markdown.",
@@ -200,6 +205,26 @@ PUBLISHERS = (
         source="model card of lightonai/LightOnOCR-2-1B: the page alone, no text beside it",
     ),
     Publisher(
+        models=("florence2",),
+        model_types=("florence2",),
+        prompts={"ocr": "<OCR>", "layout": "<OCR_WITH_REGION>"},
+        params={"max_tokens": 1000, "skip_special_tokens": False},
+        source="model card of microsoft/Florence-2-large",
+    ),
+    Publisher(
+        models=("nemotronparse",),
+        model_types=("nemotron_parse",),
+        prompts={
+            "markdown": "</s><s><predict_bbox><predict_classes><output_markdown><predict_no_text_in_pic>"
+        },
+        params={
+            "max_tokens": 9000,
+            "repetition_penalty": 1.1,
+            "skip_special_tokens": False,
+        },
+        source="docling 2.143: stage_model_specs.py",
+    ),
+    Publisher(
         models=("mineru",),
         prompts={
             "ocr": "\nText Recognition:",
@@ -214,6 +239,22 @@ PUBLISHERS = (
             "skip_special_tokens": False,
         },
         source="mineru-vl-utils 2.0.7: mineru_client.py",
+    ),
+    Publisher(
+        models=("qwen2vl",),
+        prompts={**PLAIN_PROMPTS, "layout": _GROUNDING},
+        params={"skip_special_tokens": False},
+        source="our own words",
+    ),
+    Publisher(
+        models=("qwen25vl",),
+        prompts={**PLAIN_PROMPTS, "layout": _SPOTTING},
+        source="our own words; layout: the cookbooks of QwenLM/Qwen2.5-VL",
+    ),
+    Publisher(
+        models=("qwen3vl",),
+        prompts={**PLAIN_PROMPTS, "layout": _SPOTTING},
+        source="our own words; layout: the cookbooks of QwenLM/Qwen3-VL",
     ),
 )
 

@@ -65,6 +65,16 @@ class NemotronParse(CrossingAdapter):
             "encoder_outputs": states,
         }
 
+    def model_image_sizes(
+        self, extra: Mapping[str, Any]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the size of the canvas on which the processor centres a picture."""
+        pixels = extra.get("pixel_values")
+        if pixels is None:
+            return ()
+        high, wide = pixels.shape[-2:]
+        return ((wide, high),)
+
     def _picture(self, pixels: mx.array | None) -> mx.array:
         if pixels is None and current().is_made_up:
             return mx.zeros((1, 1, self.config.text_config.d_model))
