@@ -120,7 +120,7 @@ def _plots(summary: Summary) -> Iterator[Plot]:
     ends = (
         (f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s") if buckets else ("", "")
     )
-    yield "Seconds of a row in the batch, which it shares", seconds, *ends
+    yield "Seconds of a row in the batch", seconds, *ends
     if summary.ended <= summary.began:  # nothing says when
         return
     width, counts = summary.course.width, summary.course.counts
