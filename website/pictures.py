@@ -29,11 +29,12 @@ from vlm_batch.assets import sample_model
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs/images"
-COLUMNS = 120
+#: As wide as the command makes its table where it has no terminal.
+COLUMNS = 160
 #: What is typed. Two of the pictures are broken on purpose.
 TYPED = (
-    "vlm-batch run fixtures/images/*.jpg fixtures/images/[r-ty]*.png \\\n"
-    "    fixtures/images/awkward/{{cmyk,exif_turned,truncated}.jpg,empty.png}"
+    "vlm-batch run fixtures/images/*.jpg fixtures/images/[r-ty]*.png "
+    "fixtures/images/awkward/{{cmyk,exif_turned,truncated}.jpg,empty.png}"
 )
 NUM_BROKEN = 2
 #: The last line that is shown; the histogram and the phases come after it.
