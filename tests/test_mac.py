@@ -116,6 +116,28 @@ def test_the_stand_in_has_metals_settings() -> None:
     assert ran.stdout.strip() == "slab"
 
 
+def test_the_stand_in_reaches_what_a_step_starts_itself() -> None:
+    """A process, and one that it starts; what asks no device is left alone."""
+    child = "from vlm_batch.policy import device; print(device().value)"
+    grandchild = (
+        "import subprocess, sys; from vlm_batch.runtime.device import device; print(device().value, flush=True); "
+        f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    code = (
+        "import benchmarks.stand_in, subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)\n"
+        "subprocess.run([sys.executable, '-c', 'import sys; print(\"mlx\" in sys.modules)'], check=True)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=mac.ROOT,
+    )
+    assert ran.stdout.split() == ["metal", "metal", "False"], ran.stderr
+
+
 def test_what_a_late_step_started_ends_with_it(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time; "

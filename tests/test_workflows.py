@@ -114,10 +114,28 @@ def test_only_the_job_that_publishes_may_publish() -> None:
     jobs = read(ROOT / ".github/workflows/release.yml")["jobs"]
     assert {name: job.get("permissions") for name, job in jobs.items()} == {
         "build": None,
+        "smoke": None,
         "publish": {"id-token": "write"},
+        "attach": {"contents": "write"},
     }
-    assert jobs["publish"]["needs"] == "build"
-    assert not any("run" in step for step in jobs["publish"]["steps"])
+    needed = {name: job.get("needs") for name, job in jobs.items()}
+    assert needed == {
+        "build": None,
+        "smoke": "build",
+        "publish": "smoke",
+        "attach": "publish",
+    }
+    for name in ("publish", "attach"):
+        assert not any("run" in step for step in jobs[name]["steps"])
+
+
+def test_a_release_is_tried_with_every_python_that_is_promised() -> None:
+    release = read(ROOT / ".github/workflows/release.yml")["jobs"]["smoke"]
+    ci = read(ROOT / ".github/workflows/ci.yml")["jobs"]["linux"]
+    tried = release["strategy"]["matrix"]
+    assert tried["python"] == ci["strategy"]["matrix"]["python"]
+    assert tried["machine"] == ["ubuntu-latest", "macos-15"]
+    assert release["steps"][-1] == {"run": "scripts/smoke"}
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)

@@ -29,11 +29,12 @@ from vlm_batch.assets import sample_model
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs/images"
-COLUMNS = 120
+#: As wide as the command makes its table where it has no terminal.
+COLUMNS = 160
 #: What is typed. Two of the pictures are broken on purpose.
 TYPED = (
-    "vlm-batch run fixtures/images/*.jpg fixtures/images/[r-ty]*.png \\\n"
-    "    fixtures/images/awkward/{{cmyk,exif_turned,truncated}.jpg,empty.png}"
+    "vlm-batch run fixtures/images/*.jpg fixtures/images/[r-ty]*.png "
+    "fixtures/images/awkward/{{cmyk,exif_turned,truncated}.jpg,empty.png}"
 )
 NUM_BROKEN = 2
 #: The last line that is shown; the histogram and the phases come after it.
@@ -145,11 +146,12 @@ def browser() -> Iterator[chromium.Browser]:
     if binary is None:
         raise SystemExit("no Chromium here: VLM_BATCH_BROWSER=1 scripts/setup")
     with chromium.browser(binary) as page:
+        page.call("Emulation.setScrollbarsHidden", hidden=True)
         yield page
 
 
 def report_picture(page: chromium.Browser, report: Path) -> bytes:
-    page.size(800, 1150)
+    page.size(900, 1600)
     page.open(report.as_uri())
     return page.picture()
 
@@ -185,9 +187,10 @@ def talk(page: chromium.Browser, name: str | None, question: str) -> None:
 
 
 def smaller(png: bytes) -> bytes:
-    """Return a screenshot in 128 colours, which takes a third of the bytes."""
+    """Return a screenshot in 256 colours, which takes half of the bytes."""
     out = io.BytesIO()
-    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(128)
+    plain = Image.open(io.BytesIO(png)).convert("RGB")
+    picture = plain.quantize(256, method=Image.Quantize.MAXCOVERAGE)
     picture.save(out, format="PNG", optimize=True)
     return out.getvalue()
 

@@ -124,7 +124,7 @@ def _plots(summary: Summary) -> Iterator[Plot]:
         for least, most, count in buckets:
             seconds.append((count, f"{least:.3g} to {most:.3g} s: {count} rows"))
         ends = f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s"
-        yield "Seconds of a row in the batch, which it shares", seconds, *ends
+        yield "Seconds of a row in the batch", seconds, *ends
     if summary.ended <= summary.began:  # nothing says when
         return
     width, counts = summary.course.width, summary.course.counts
