@@ -56,8 +56,8 @@ def attention(
                 return found
         keys, values = unpacked(keys, values)
     if isinstance(keys, TurboStates):
-        cache = keys.cache
-    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):
+        return operations.attend_turned(queries, keys, values, scale, mask, sinks)
+    if sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):
         # not quantised
         return operations.attend(queries, keys, values, scale, mask)
     return SCALED_DOT_PRODUCT_ATTENTION(

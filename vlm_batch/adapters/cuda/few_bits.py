@@ -27,7 +27,6 @@ from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import (
     PackedLayout,
     SlabStates,
-    of_parts,
     of_slab,
     quantize,
 )
@@ -318,6 +317,5 @@ def example(
 def _in_full(states: SlabStates) -> mx.array:
     """Dequantise to float32 (B, H, C, D)."""
     packed, scales, biases = states.cut().parts
-    return of_parts(
-        [packed, scales.astype(mx.float32), biases.astype(mx.float32)], states.layout
-    ).dequantized()
+    parts = [packed, scales.astype(mx.float32), biases.astype(mx.float32)]
+    return states.layout.states(parts).dequantized()

@@ -1,0 +1,165 @@
+"""Codes to numbers and back on a CPU, by numpy.
+
+MLX 0.32 gathers one number at a time on a CPU: 3 to 8 ns a number, where numpy takes 0.3 for two or four together. So several
+codes are one field, and a table has their numbers. What is large is evaluated, and numpy writes into MLX's memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.arrays import round_up
+from vlm_batch.caches.codebooks import BUCKETS, Codebook, codebook
+from vlm_batch.runtime.device import Device, device
+from vlm_batch.runtime.exponentials import evaluated, view
+
+#: The fewest numbers for which an evaluation pays.
+FEWEST = 2**14
+#: Numbers of a block, which stay in a core's second cache.
+BLOCK = 2**18
+#: Bits -> codes of a field. Tables have up to 1 MB.
+CODES_OF_FIELD = {2: 4, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}
+#: Codes of a field -> a type of as many float32 numbers.
+NUMBERS = {2: np.complex64, 4: np.complex128}
+
+
+class Table(NamedTuple):
+    """The numbers of every field."""
+
+    bits: int  # of a field
+    codes: int  # of a field
+    numbers: np.ndarray  # (2 ** bits,) of ``codes`` numbers each
+
+
+@lru_cache(maxsize=16)
+def table(width: int, depth: int) -> Table:
+    """Return the table of codes of ``width`` bits for directions of ``depth`` numbers."""
+    codes = CODES_OF_FIELD[width]
+    bits = codes * width
+    fields = np.arange(1 << bits)[:, None]
+    each = fields >> (width * np.arange(codes)) & ((1 << width) - 1)
+    numbers = np.ascontiguousarray(codebook(depth, width).numbers[each])
+    return Table(bits, codes, numbers.view(NUMBERS[codes])[:, 0])
+
+
+def is_numpys() -> bool:
+    """Whether numpy looks codes up here."""
+    return device() is Device.CPU
+
+
+def takes(size: int) -> bool:
+    """Whether numpy looks up or finds so many codes of a prompt."""
+    return size >= FEWEST and is_numpys()
+
+
+def filled_depth(bits: int, depth: int) -> int:
+    """Return the width of vectors of whole fields."""
+    return round_up(depth, CODES_OF_FIELD[bits])
+
+
+def directions(words: np.ndarray, bits: int, depth: int, out: np.ndarray) -> None:
+    """Look the codes of words (..., W) up: rotated directions (..., D) float32, filled to whole fields."""
+    found = table(bits, depth)
+    fields = _fields(words, found.bits, out.shape[-1] // found.codes)
+    # every field is in the table: "clip" saves numpy a test and a copy
+    np.take(found.numbers, fields, mode="clip", out=out.view(found.numbers.dtype))
+
+
+def _fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Return the first fields (..., count) of words (..., W)."""
+    if bits == 16:
+        return words.view(np.uint16)[..., :count]
+    if bits == 8:
+        return words.view(np.uint8)[..., :count]
+    # fields that begin with a byte, and those between them, come again after so many bytes
+    together = 8 // np.gcd(bits, 8)
+    size = together * bits // 8
+    runs = -(-count // together)
+    taken = words.view(np.uint8)
+    missing = runs * size - taken.shape[-1]
+    if missing > 0:
+        taken = np.pad(taken, [(0, 0)] * (taken.ndim - 1) + [(0, missing)])
+    runs_of_bytes = taken[..., : runs * size].reshape(*words.shape[:-1], runs, size)
+    lanes = runs_of_bytes.astype(np.uint32)
+    found = np.empty((*words.shape[:-1], runs, together), np.uint16)
+    for at in range(together):
+        first, shift = divmod(at * bits, 8)
+        last = (at * bits + bits - 1) // 8
+        field = lanes[..., first] >> shift
+        for byte in range(first + 1, last + 1):
+            field |= lanes[..., byte] << (8 * (byte - first) - shift)
+        found[..., at] = field & ((1 << bits) - 1)
+    return found.reshape(*words.shape[:-1], -1)[..., :count]
+
+
+class _Scratch(threading.local):
+    """Memory of a block, in MLX's and numpy's eyes. Fresh memory would come from the system, page by page."""
+
+    def __init__(self) -> None:
+        self.numbers = mx.zeros((0,))
+
+    def of(self, *shape: int) -> mx.array:
+        size = int(np.prod(shape))
+        if self.numbers.size < size:
+            self.numbers = mx.zeros((size,))
+            mx.eval(self.numbers)
+        found = self.numbers[:size].reshape(shape)
+        mx.eval(found)
+        return found
+
+
+_scratch = _Scratch()
+
+
+def block_columns(bits: int, depth: int, heads: int) -> int:
+    """Return the columns of a block, which depend on the shape of a column alone."""
+    return max(16, BLOCK // (heads * filled_depth(bits, depth)))
+
+
+def block(words: np.ndarray, bits: int, depth: int) -> mx.array:
+    """Look up words (H, K, W): directions (H, K, D), filled, which the thread's next block overwrites."""
+    found = _scratch.of(*words.shape[:-1], filled_depth(bits, depth))
+    directions(words, bits, depth, view(found))
+    return found
+
+
+def rotated(norms: mx.array, words: mx.array, bits: int, depth: int) -> mx.array | None:
+    """Return the rotated vectors (B, H, L, D) of norms (B, H, L, 1) and words; None while MLX traces."""
+    found = mx.zeros((*norms.shape[:-1], filled_depth(bits, depth)))
+    if not evaluated(found, norms, words):
+        return None
+    out, all_words, all_norms = view(found), view(words), view(norms)
+    for row in range(out.shape[0]):
+        for head in range(out.shape[1]):
+            own = out[row, head]
+            directions(all_words[row, head], bits, depth, own)
+            own *= all_norms[row, head]
+    return found[..., :depth]
+
+
+def codes_of(numbers: mx.array, book: Codebook) -> mx.array | None:
+    """Return the codes (..., D) uint8 of rotated directions; None where MLX is to find them."""
+    if not takes(numbers.size):
+        return None
+    found = mx.zeros(numbers.shape, mx.uint8)
+    if not evaluated(found, numbers):
+        return None
+    flat, codes = np.array(numbers).reshape(-1), view(found).reshape(-1)
+    with np.errstate(invalid="ignore"):
+        for begin in range(0, flat.size, BLOCK // 4):
+            end = begin + BLOCK // 4
+            _write_codes(flat[begin:end], book, codes[begin:end])
+    return found
+
+
+def _write_codes(numbers: np.ndarray, book: Codebook, codes: np.ndarray) -> None:
+    half = np.float32(BUCKETS // 2)
+    at = (numbers * half + half).astype(np.int32)
+    np.take(book.first, at, mode="clip", out=codes)
+    for _ in range(book.most_bounds):
+        codes += numbers > np.take(book.bounds, codes, mode="clip")
