@@ -31,6 +31,7 @@ from vlm_batch.caches.quantized import (
     SlabStates,
     attend_quantized,
 )
+from vlm_batch.caches.rows import RowStates
 from vlm_batch.caches.turbo import TurboStates
 from vlm_batch.runtime.device import Device, device
 
@@ -182,6 +183,20 @@ def attend_turned(
     if queries.shape[2] > 1:
         return turning.attend_prompt(attend, queries, keys, values, scale, mask, sinks)
     return turning.attend_step(queries, keys, values, scale, mask, sinks)
+
+
+def attend_turned_rows(
+    queries: mx.array,
+    keys: RowStates,
+    values: RowStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attend over rows' TurboQuant codes in one call; None where rows are of another kind, or attend one by one."""
+    if current().is_fixed:
+        return None
+    return turning.attend_rows(queries, keys, values, scale, mask, sinks)
 
 
 # Products

@@ -7,8 +7,8 @@ and weights, which are few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -16,12 +16,21 @@ import numpy as np
 from vlm_batch.adapters.masks import added
 from vlm_batch.arrays import joined
 from vlm_batch.caches import lookups
-from vlm_batch.caches.turbo import TurboStates
+from vlm_batch.caches.rows import RowStates
+from vlm_batch.caches.turbo import TurboLayout, TurboStates
 from vlm_batch.runtime import exponentials
 from vlm_batch.runtime.exponentials import view
 
 #: The most numbers of keys or values that a step looks up at a time, on a GPU.
 BLOCK = 2**24
+#: OpenBLAS multiplies without packing where a product has so few numbers, on a CPU.
+PRODUCT = 1024
+#: The fewest columns of a block on a CPU.
+FEWEST_COLUMNS = 64
+#: What a mask adds to hidden scores.
+HIDDEN = np.finfo(np.float32).min
+#: One row's keys and values.
+Pair: TypeAlias = tuple[TurboStates, TurboStates]
 #: Attention over arrays: (queries, keys, values, scale, mask) -> output.
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
 
@@ -84,20 +93,35 @@ def attend_step(
         mask: for (B, H, 1, K), bool (True attends) or additive; None and "causal" hide nothing.
         sinks: (H,) scores that take weight and have no value.
     """
-    batch, heads, _, depth = queries.shape
+    batch, heads, _, _ = queries.shape
     groups = keys.shape[1]
-    # heads that share keys become rows: (B, G, R, D)
-    grouped = queries.astype(mx.float32) * scale
-    grouped = grouped.reshape(batch, groups, heads // groups, depth)
-    turned = keys.layout.rotated(grouped)
+    turned = _turned(queries, keys, scale)
     mask = _by_group(mask, groups, heads) if isinstance(mask, mx.array) else None
-    if sinks is not None:
-        sinks = sinks.astype(mx.float32).reshape(1, groups, heads // groups, 1)
-    output = _by_numpy(turned, keys, values, mask, sinks)
+    by_head = _by_head(sinks, groups, heads)
+    output = None
+    if lookups.is_numpys():
+        rows = range(batch)
+        pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
+        output = _by_numpy(turned, pairs, mask, by_head)
     if output is None:
-        output = _by_blocks(turned, keys, values, mask, sinks, queries.dtype)
+        output = _by_blocks(turned, keys, values, mask, by_head, queries.dtype)
     restored = values.layout.restored(output)
     return restored.reshape(batch, heads, 1, -1).astype(queries.dtype)
+
+
+def _turned(queries: mx.array, keys: TurboStates, scale: float) -> mx.array:
+    """Return scaled queries (B, H, 1, D), rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
+    batch, heads, _, depth = queries.shape
+    groups = keys.shape[1]
+    scaled = queries.astype(mx.float32) * scale
+    return keys.layout.rotated(scaled.reshape(batch, groups, heads // groups, depth))
+
+
+def _by_head(sinks: mx.array | None, groups: int, heads: int) -> mx.array | None:
+    """Return sinks (H,) beside scores (B, G, R, K)."""
+    if sinks is None:
+        return None
+    return sinks.astype(mx.float32).reshape(1, groups, heads // groups, 1)
 
 
 def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
@@ -162,57 +186,116 @@ def _blocks(states: TurboStates) -> Iterator[tuple[int, int]]:
 # By numpy, on a CPU ----------------------------------------------------------------------------------------------------
 
 
+def attend_rows(
+    queries: mx.array,
+    keys: RowStates,
+    values: RowStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attend with one query (B, H, 1, D) of each row over its own cache, all in one call; None on a GPU.
+
+    Empty places give zeros.
+    """
+    if not lookups.is_numpys() or mask is not None:
+        return None
+    pairs: list[Pair | None] = []
+    for run, other in zip(keys.runs, values.runs, strict=True):
+        if run.count != 1:
+            return None
+        pairs.append(None if run.state is None else (run.state, other.state))
+    like = next(pair for pair in pairs if pair is not None)
+    if not isinstance(like[0], TurboStates):
+        return None
+    batch, heads, _, _ = queries.shape
+    groups, layout = like[0].shape[1], like[1].layout
+    turned = _turned(queries, like[0], scale)
+    found = _by_numpy(turned, pairs, None, _by_head(sinks, groups, heads))
+    if found is None:
+        return None
+    return layout.restored(found).reshape(batch, heads, 1, -1).astype(queries.dtype)
+
+
 def _by_numpy(
     queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
+    pairs: Sequence[Pair | None],
     mask: mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array | None:
-    """Do what ``_by_blocks`` does, row by row in one evaluation, with codes looked up by numpy.
+    """Do what ``_by_blocks`` does for each row's keys and values, in one evaluation; codes are looked up by numpy.
 
-    None on a GPU, and while MLX traces. A row's numbers depend on that row alone.
+    None while MLX traces. A row's numbers depend on that row alone.
     """
-    if not lookups.is_numpys():
-        return None
+    live = [pair for pair in pairs if pair is not None]
+    parts = [part for pair in live for states in pair for part in states.parts]
     given = [one for one in (mask, sinks) if one is not None]
-    if not exponentials.evaluated(queries, *keys.parts, *values.parts, *given):
+    if not exponentials.evaluated(queries, *parts, *given):
         return None
-    added_mask = None if mask is None else _numbers(mask)
+    hidden = None if mask is None else _numbers(mask)
     extra = None if sinks is None else view(sinks)[0]
-    rows = []
+    batch, groups, shared, _ = queries.shape
+    found = np.zeros((batch, groups, shared, live[0][1].layout.depth), np.float32)
+    rows = view(queries)
     with np.errstate(all="ignore"):
-        for row in range(queries.shape[0]):
-            own = None
-            if added_mask is not None:
-                own = added_mask[min(row, len(added_mask) - 1)]
-            states = (keys.of_row(row), values.of_row(row))
-            rows.append(_attend_row(queries[row], *states, own, extra))
-    return mx.stack(rows)
+        for row, pair in enumerate(pairs):
+            if pair is None:
+                continue
+            own = None if hidden is None else hidden[min(row, len(hidden) - 1)]
+            found[row] = _attend_row(rows[row], *map(_Row.of, pair), own, extra)
+    return mx.array(found)
 
 
 def _numbers(mask: mx.array) -> np.ndarray:
     """Return a mask as numbers to add (B, G, R, K)."""
     if mask.dtype != mx.bool_:
         return np.array(mask.astype(mx.float32))
-    hidden = np.finfo(np.float32).min
-    return np.where(np.array(mask), np.float32(0), hidden)
+    return np.where(np.array(mask), np.float32(0), HIDDEN)
+
+
+class _Row(NamedTuple):
+    """One row's coded keys or values, in numpy's eyes."""
+
+    norms: np.ndarray  # (G, 1, K)
+    words: np.ndarray  # (G, K, W)
+    layout: TurboLayout
+
+    @classmethod
+    def of(cls, states: TurboStates) -> _Row:
+        norms, codes = map(view, states.parts)
+        return cls(norms[0].swapaxes(-1, -2), codes[0], states.layout)
+
+    def until(self, end: int) -> _Row:
+        return self._replace(norms=self.norms[..., :end], words=self.words[:, :end])
+
+    def blocks(self, shared: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield columns, and their directions (G, K, D), for ``shared`` rows of a product."""
+        columns = self.words.shape[1]
+        step = max(FEWEST_COLUMNS, PRODUCT // shared)
+        for begin in range(0, columns, step):
+            own = slice(begin, min(begin + step, columns))
+            block = lookups.block(self.words[:, own], *self.layout.coding)
+            yield own, block[..., : self.layout.depth]
 
 
 def _attend_row(
-    queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
+    queries: np.ndarray,
+    keys: _Row,
+    values: _Row,
     mask: np.ndarray | None,
     sinks: np.ndarray | None,
-) -> mx.array:
-    """Attend with one row's rotated queries (G, R, D): rotated (G, R, D_v). ``mask``: (G, R, K)."""
-    end = keys.shape[2]
+) -> np.ndarray:
+    """Attend with one row's rotated queries (G, R, D): rotated (G, R, D_v). ``mask``: (G or 1, R or 1, K)."""
     if mask is not None:
         end = _end(mask)
-    scores = _scores(queries, keys.between(0, end))
+        keys, values, mask = keys.until(end), values.until(end), mask[..., :end]
+    groups, shared, _ = queries.shape
+    scores = np.empty((groups, shared, keys.words.shape[1]), np.float32)
+    for own, block in keys.blocks(shared):
+        scores[..., own] = queries @ block.swapaxes(-1, -2)
+    scores *= keys.norms
     if mask is not None:
-        scores += mask[..., :end]
+        scores += mask
     highest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         highest = np.maximum(highest, sinks)
@@ -221,51 +304,16 @@ def _attend_row(
     total = scores.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total += np.exp(sinks - highest)
-    scores *= _beside(values.norms)[..., :end]
-    scores /= total
-    return _sums(mx.array(scores), values.between(0, end))
+    scores *= values.norms
+    output = np.zeros((groups, shared, values.layout.depth), np.float32)
+    for own, block in values.blocks(shared):
+        output += scores[..., own] @ block
+    output /= total
+    return output
 
 
 def _end(mask: np.ndarray) -> int:
     """Return how many columns any head sees, up to the last."""
-    hidden = np.finfo(np.float32).min / 2
-    columns = np.nonzero((mask > hidden).reshape(-1, mask.shape[-1]).any(axis=0))[0]
+    is_seen = (mask > HIDDEN / 2).reshape(-1, mask.shape[-1]).any(axis=0)
+    columns = np.nonzero(is_seen)[0]
     return int(columns[-1]) + 1 if columns.size else 1
-
-
-def _beside(norms: mx.array) -> np.ndarray:
-    """Return a row's norms (1, G, K, 1) beside scores (G, R, K)."""
-    found: np.ndarray = view(norms)[0, :, None, :, 0].astype(np.float32)
-    return found
-
-
-def _scores(queries: mx.array, keys: TurboStates) -> np.ndarray:
-    """Return the products (G, R, K) of a row's queries with its keys."""
-    layout, columns = keys.layout, keys.shape[2]
-    missing = lookups.filled_depth(*layout.coding) - layout.depth
-    if missing:
-        queries = mx.pad(queries, [(0, 0), (0, 0), (0, missing)])
-    words = view(keys.codes)[0]
-    scores = np.empty((*queries.shape[:2], columns), np.float32)
-    step = lookups.block_columns(*layout.coding, len(words))
-    for begin in range(0, columns, step):
-        own = slice(begin, begin + step)
-        found = queries @ lookups.block(words[:, own], *layout.coding).swapaxes(-1, -2)
-        mx.eval(found)
-        scores[..., own] = view(found)
-    scores *= _beside(keys.norms)
-    return scores
-
-
-def _sums(weights: mx.array, values: TurboStates) -> mx.array:
-    """Return the sums (G, R, D_v) of a row's values by weights (G, R, K)."""
-    layout = values.layout
-    words = view(values.codes)[0]
-    total: Any = 0
-    step = lookups.block_columns(*layout.coding, len(words))
-    for begin in range(0, values.shape[2], step):
-        own = slice(begin, begin + step)
-        found = weights[..., own] @ lookups.block(words[:, own], *layout.coding)
-        mx.eval(found)
-        total = total + view(found)
-    return mx.array(total[..., : layout.depth])

@@ -43,6 +43,9 @@ class States(Protocol):
     def between(self, begin: int, end: int) -> Any:
         """Return the positions [begin, end)."""
 
+    def of_row(self, row: int) -> Any:
+        """Return one row's, as (1, H, L, D)."""
+
 
 class Layout(Protocol):
     """How heads are coded."""
@@ -88,9 +91,16 @@ class CodedCache(CacheKind):
         return cache
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        return self.append_coded(*self.code_rows(keys, values))
+
+    def code_rows(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         of_keys, of_values = self.layouts(keys.shape[-1], values.shape[-1])
-        self.keys = self._append(self.keys, of_keys.code(keys))
-        self.values = self._append(self.values, of_values.code(values))
+        return of_keys.code(keys), of_values.code(values)
+
+    def append_coded(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Append coded keys and values (1, H, L, D); return all."""
+        self.keys = self._append(self.keys, keys)
+        self.values = self._append(self.values, values)
         self.offset += keys.shape[2]
         return self.state
 

@@ -76,55 +76,47 @@ def _fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         return words.view(np.uint16)[..., :count]
     if bits == 8:
         return words.view(np.uint8)[..., :count]
-    # fields that begin with a byte, and those between them, come again after so many bytes
-    together = 8 // np.gcd(bits, 8)
-    size = together * bits // 8
+    # fields come again at the same places after so many words
+    size = bits // int(np.gcd(bits, 32))
+    together = 32 * size // bits
     runs = -(-count // together)
-    taken = words.view(np.uint8)
-    missing = runs * size - taken.shape[-1]
+    missing = runs * size - words.shape[-1]
     if missing > 0:
-        taken = np.pad(taken, [(0, 0)] * (taken.ndim - 1) + [(0, missing)])
-    runs_of_bytes = taken[..., : runs * size].reshape(*words.shape[:-1], runs, size)
-    lanes = runs_of_bytes.astype(np.uint32)
-    found = np.empty((*words.shape[:-1], runs, together), np.uint16)
+        words = np.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, missing)])
+    shape = (*words.shape[:-1], runs)
+    apart = words[..., : runs * size].reshape(*shape, size)
+    lanes = [np.ascontiguousarray(apart[..., at]) for at in range(size)]
+    found = np.empty((*shape, together), np.uint16)
+    last = np.uint32((1 << bits) - 1)
     for at in range(together):
-        first, shift = divmod(at * bits, 8)
-        last = (at * bits + bits - 1) // 8
-        field = lanes[..., first] >> shift
-        for byte in range(first + 1, last + 1):
-            field |= lanes[..., byte] << (8 * (byte - first) - shift)
-        found[..., at] = field & ((1 << bits) - 1)
+        word, shift = divmod(at * bits, 32)
+        field = lanes[word] >> shift
+        if shift + bits > 32:
+            field |= lanes[word + 1] << (32 - shift)
+        found[..., at] = field & last
     return found.reshape(*words.shape[:-1], -1)[..., :count]
 
 
 class _Scratch(threading.local):
-    """Memory of a block, in MLX's and numpy's eyes. Fresh memory would come from the system, page by page."""
+    """Memory of a block. Fresh memory would come from the system, page by page."""
 
     def __init__(self) -> None:
-        self.numbers = mx.zeros((0,))
+        self.numbers = np.empty(0, np.float32)
 
-    def of(self, *shape: int) -> mx.array:
+    def of(self, *shape: int) -> np.ndarray:
         size = int(np.prod(shape))
         if self.numbers.size < size:
-            self.numbers = mx.zeros((size,))
-            mx.eval(self.numbers)
-        found = self.numbers[:size].reshape(shape)
-        mx.eval(found)
-        return found
+            self.numbers = np.empty(size, np.float32)
+        return self.numbers[:size].reshape(shape)
 
 
 _scratch = _Scratch()
 
 
-def block_columns(bits: int, depth: int, heads: int) -> int:
-    """Return the columns of a block, which depend on the shape of a column alone."""
-    return max(16, BLOCK // (heads * filled_depth(bits, depth)))
-
-
-def block(words: np.ndarray, bits: int, depth: int) -> mx.array:
+def block(words: np.ndarray, bits: int, depth: int) -> np.ndarray:
     """Look up words (H, K, W): directions (H, K, D), filled, which the thread's next block overwrites."""
     found = _scratch.of(*words.shape[:-1], filled_depth(bits, depth))
-    directions(words, bits, depth, view(found))
+    directions(words, bits, depth, found)
     return found
 
 

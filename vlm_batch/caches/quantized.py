@@ -58,6 +58,10 @@ class QuantizedStates(NamedTuple):
     def map(self, change: Any) -> QuantizedStates:
         return self.layout.states([change(part) for part in self.parts])
 
+    def of_row(self, row: int) -> QuantizedStates:
+        """Return one row's, as (1, H, L, D)."""
+        return self.map(lambda part: part[row : row + 1])
+
     def dequantized(self) -> mx.array:
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
         group_size, bits, depth = self.layout
