@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from vlm_batch.adapters.cuda import turning as cuda
 from vlm_batch.adapters.masks import added
 from vlm_batch.arrays import joined
 from vlm_batch.caches import lookups
@@ -99,7 +100,9 @@ def attend_step(
     mask = _by_group(mask, groups, heads) if isinstance(mask, mx.array) else None
     by_head = _by_head(sinks, groups, heads)
     output = None
-    if lookups.is_numpys():
+    if keys.by_kernel and sinks is None:
+        output = _by_kernel(turned, keys, values, mask)
+    elif lookups.is_numpys():
         rows = range(batch)
         pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
         output = _by_numpy(turned, pairs, mask, by_head)
@@ -130,6 +133,16 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     if mask.shape[1] == 1:
         return mask
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+
+
+def _by_kernel(
+    queries: mx.array, keys: TurboStates, values: TurboStates, mask: mx.array | None
+) -> mx.array | None:
+    """Attend with rotated queries (B, G, R, D) by CUDA's kernel, where there is one."""
+    batch, groups, shared, depth = queries.shape
+    apart = queries.reshape(batch, groups * shared, 1, depth)
+    found = cuda.attend_where_right(apart, keys, values, mask)
+    return None if found is None else found.reshape(batch, groups, shared, -1)
 
 
 # By operations of MLX -------------------------------------------------------------------------------------------------
