@@ -45,10 +45,10 @@ from vlm_batch.caches import (
     SlabCache,
 )
 from vlm_batch.caches.blocks import BlockCache
+from vlm_batch.caches.coded import CodedCache
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
-from vlm_batch.caches.coded import CodedCache
 from vlm_batch.caches.quantized import QuantizedCache
 from vlm_batch.caches.retained import RetainedPromptCache
 from vlm_batch.caches.turbo import TurboCache

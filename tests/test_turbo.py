@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_vlm.models.base import scaled_dot_product_attention
 from mlx_vlm.turboquant import TurboQuantKVCache
@@ -16,7 +13,7 @@ from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.cuda import turning as cuda
 from vlm_batch.adapters.cuda.turning import TurnedBuild
 from vlm_batch.caches import lookups
-from vlm_batch.caches.turbo import TurboCache, TurboLayout
+from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.runtime.device import Device
 
 needs_compiler = pytest.mark.skipif(

@@ -8,7 +8,7 @@ and weights, which are few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
@@ -214,12 +214,16 @@ def attend_rows(
     if not lookups.is_numpys() or mask is not None:
         return None
     pairs: list[Pair | None] = []
+    like: Pair | None = None
     for run, other in zip(keys.runs, values.runs, strict=True):
-        if run.count != 1:
+        if run.state is None:
+            pairs.append(None)
+            continue
+        if run.count != 1 or not isinstance(run.state, TurboStates):
             return None
-        pairs.append(None if run.state is None else (run.state, other.state))
-    like = next(pair for pair in pairs if pair is not None)
-    if not isinstance(like[0], TurboStates):
+        like = (run.state, cast(TurboStates, other.state))
+        pairs.append(like)
+    if like is None:
         return None
     batch, heads, _, _ = queries.shape
     groups, layout = like[0].shape[1], like[1].layout
