@@ -8,10 +8,16 @@ and weights, which are few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
+from mlx_vlm.turboquant import (
+    TurboQuantKVCache,
+    TurboQuantMSEState,
+    _TurboQuantMSECodec,
+)
 
 from vlm_batch.adapters.cuda import turning as cuda
 from vlm_batch.adapters.masks import added
@@ -20,6 +26,7 @@ from vlm_batch.caches import lookups
 from vlm_batch.caches.rows import RowStates
 from vlm_batch.caches.turbo import TurboLayout, TurboStates
 from vlm_batch.runtime import exponentials
+from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.exponentials import view
 
 #: The most numbers of keys or values that a step looks up at a time, on a GPU.
@@ -96,6 +103,8 @@ def attend_step(
     """
     batch, heads, _, _ = queries.shape
     groups = keys.shape[1]
+    if _takes_upstreams(queries, mask, sinks):
+        return _by_upstream(queries, keys, values, scale)
     turned = _turned(queries, keys, scale)
     mask = _by_group(mask, groups, heads) if isinstance(mask, mx.array) else None
     by_head = _by_head(sinks, groups, heads)
@@ -133,6 +142,39 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     if mask.shape[1] == 1:
         return mask
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+
+
+# By kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _takes_upstreams(queries: mx.array, mask: Any, sinks: mx.array | None) -> bool:
+    """Whether mlx-vlm's fused kernels, which are Metal's and for one row, take a step."""
+    is_plain = sinks is None and not isinstance(mask, mx.array)
+    return is_plain and queries.shape[0] == 1 and device() is Device.METAL
+
+
+def _by_upstream(
+    queries: mx.array, keys: TurboStates, values: TurboStates, scale: float
+) -> mx.array:
+    """Attend with one row's query (1, H, 1, D) by mlx-vlm's own function: (1, H, 1, D_v)."""
+    given = [
+        TurboQuantMSEState(states.norms[..., 0], states.codes)
+        for states in (keys, values)
+    ]
+    cache = _upstreams_cache(keys.layout, values.layout)
+    found: mx.array = cache.decode_attention(queries, *given, scale=scale)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _upstreams_cache(keys: TurboLayout, values: TurboLayout) -> TurboQuantKVCache:
+    """Return an empty cache of mlx-vlm's with these codecs."""
+    cache = TurboQuantKVCache(keys.bits, keys.seed, keys.bits, values.bits)
+    cache.key_codec, cache.value_codec = (
+        _TurboQuantMSECodec(layout.depth, layout.bits, layout.seed)
+        for layout in (keys, values)
+    )
+    return cache
 
 
 def _by_kernel(
