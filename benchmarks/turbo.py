@@ -269,13 +269,14 @@ def error(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def answers(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Share of the answers' tokens that come before the first other one, of the embedded models."""
     root = Path(__file__).parents[1] / "fixtures"
-    asked = {
+    asked: dict[str, tuple[Any, list[tuple[Any, str]]]] = {
         "counts": (default_checkpoint(), [(None, f"count to {n}") for n in (5, 9, 12)]),
         "reads": (
             str(root / "reader"),
-            [(str(path), "Read the text.") for path in sorted((root / "images").glob("*.png"))][
-                : args.pictures
-            ],
+            [
+                (str(path), "Read the text.")
+                for path in sorted((root / "images").glob("*.png"))
+            ][: args.pictures],
         ),
     }
     found: dict[str, dict[str, float]] = {}

@@ -84,7 +84,7 @@ def test_codes_norms_and_answers_are_mlx_vlms(
             queries, *theirs.state, theirs, scale=depth**-0.5, mask=mask
         )
         found = attention(queries, *ours.state, None, depth**-0.5, mask)
-        assert mx.abs(found - right).max().item() < 2e-5
+        assert mx.allclose(found, right, rtol=0, atol=2e-5).item()
 
 
 #: Families with full attention, whose answers alone are those of mlx-vlm's own loop.
@@ -190,12 +190,13 @@ def test_slabs_are_attended_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     keys, values = (mx.random.normal((3, 2, 1, 32)) for _ in range(2))
     queries = mx.random.normal((3, 6, 1, 32))
     mask = slab.make_mask(1)
-    found = attention(queries, *slab.update_and_fetch(keys, values), slab, 0.2, mask)
+    all_keys, all_values = slab.update_and_fetch(keys, values)
+    found = attention(queries, all_keys, all_values, slab, 0.2, mask)
     assert used[-1] == 3  # after the trial
     for place, own in rows:
         at = slice(place, place + 1)
-        states = own.update_and_fetch(keys[at], values[at])
-        alone_found = attention(queries[at], *states, own, 0.2, None)
+        own_keys, own_values = own.update_and_fetch(keys[at], values[at])
+        alone_found = attention(queries[at], own_keys, own_values, own, 0.2, None)
         assert mx.allclose(found[at], alone_found, atol=1e-5).item()
 
 
@@ -259,7 +260,10 @@ def test_masks_and_sinks(masked: str, has_sinks: bool, way: str) -> None:
     _, second = filled(3.5, 32, 48, (40,), seed=2)
     keys, values = (
         one.layout.states(
-            [mx.concatenate(pair) for pair in zip(one.parts, other.parts, strict=True)]
+            [
+                mx.concatenate(list(pair))
+                for pair in zip(one.parts, other.parts, strict=True)
+            ]
         )
         for one, other in zip(first.state, second.state, strict=True)
     )

@@ -301,7 +301,8 @@ def _by_numpy(
             if pair is None:
                 continue
             own = None if hidden is None else hidden[min(row, len(hidden) - 1)]
-            found[row] = _attend_row(rows[row], *map(_Row.of, pair), own, extra)
+            keys, values = map(_CodedRow.of, pair)
+            found[row] = _attend_row(rows[row], keys, values, own, extra)
     return mx.array(found)
 
 
@@ -312,7 +313,7 @@ def _numbers(mask: mx.array) -> np.ndarray:
     return np.where(np.array(mask), np.float32(0), HIDDEN)
 
 
-class _Row(NamedTuple):
+class _CodedRow(NamedTuple):
     """One row's coded keys or values, in numpy's eyes."""
 
     norms: np.ndarray  # (G, 1, K)
@@ -320,11 +321,11 @@ class _Row(NamedTuple):
     layout: TurboLayout
 
     @classmethod
-    def of(cls, states: TurboStates) -> _Row:
+    def of(cls, states: TurboStates) -> _CodedRow:
         norms, codes = map(view, states.parts)
         return cls(norms[0].swapaxes(-1, -2), codes[0], states.layout)
 
-    def until(self, end: int) -> _Row:
+    def until(self, end: int) -> _CodedRow:
         return self._replace(norms=self.norms[..., :end], words=self.words[:, :end])
 
     def blocks(self, shared: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -339,8 +340,8 @@ class _Row(NamedTuple):
 
 def _attend_row(
     queries: np.ndarray,
-    keys: _Row,
-    values: _Row,
+    keys: _CodedRow,
+    values: _CodedRow,
     mask: np.ndarray | None,
     sinks: np.ndarray | None,
 ) -> np.ndarray:

@@ -207,7 +207,8 @@ class CodedSlabCache(SlabCache):
         for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True):
             at = (slice(place, place + 1), heads, slice(length))
             halves.append(layout.states([own_array(slab[at]) for slab in slabs]))
-        return self._like.holding(*halves, length)
+        keys, values = halves
+        return self._like.holding(keys, values, length)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         count = keys.shape[2]

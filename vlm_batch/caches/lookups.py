@@ -21,7 +21,7 @@ from vlm_batch.runtime.exponentials import evaluated, view
 #: The fewest numbers for which an evaluation pays.
 FEWEST = 2**14
 #: Numbers of a block, which stay in a core's second cache.
-BLOCK = 2**18
+BLOCK = 2**16
 #: Bits -> codes of a field. Tables have up to 1 MB.
 CODES_OF_FIELD = {2: 4, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}
 #: Codes of a field -> a type of as many float32 numbers.
@@ -125,12 +125,14 @@ def rotated(norms: mx.array, words: mx.array, bits: int, depth: int) -> mx.array
     found = mx.zeros((*norms.shape[:-1], filled_depth(bits, depth)))
     if not evaluated(found, norms, words):
         return None
-    out, all_words, all_norms = view(found), view(words), view(norms)
-    for row in range(out.shape[0]):
-        for head in range(out.shape[1]):
-            own = out[row, head]
-            directions(all_words[row, head], bits, depth, own)
-            own *= all_norms[row, head]
+    out, all_words = view(found), view(words)
+    all_norms = view(norms).astype(np.float32)
+    columns = max(1, BLOCK // out.shape[-1])
+    for row, head in np.ndindex(out.shape[:2]):
+        for begin in range(0, out.shape[2], columns):
+            at = (row, head, slice(begin, begin + columns))
+            directions(all_words[at], bits, depth, out[at])
+            out[at] *= all_norms[at]
     return found[..., :depth]
 
 
@@ -143,8 +145,8 @@ def codes_of(numbers: mx.array, book: Codebook) -> mx.array | None:
         return None
     flat, codes = np.array(numbers).reshape(-1), view(found).reshape(-1)
     with np.errstate(invalid="ignore"):
-        for begin in range(0, flat.size, BLOCK // 4):
-            end = begin + BLOCK // 4
+        for begin in range(0, flat.size, BLOCK):
+            end = begin + BLOCK
             _write_codes(flat[begin:end], book, codes[begin:end])
     return found
 

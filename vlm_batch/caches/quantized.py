@@ -31,7 +31,8 @@ class PackedLayout(NamedTuple):
         )
 
     def states(self, parts: Sequence[mx.array]) -> QuantizedStates:
-        return QuantizedStates(*parts, self)
+        packed, scales, biases = parts
+        return QuantizedStates(packed, scales, biases, self)
 
 
 class QuantizedStates(NamedTuple):

@@ -196,7 +196,8 @@ class TurboState(LayerState):
             if not layout.depth:
                 layout = layout.of_width(codes.shape[3])
             states.append(layout.states((norms[..., None], codes)).between(0, length))
-        restored: TurboCache = cache.holding(*states, length)
+        keys, values = states
+        restored: TurboCache = cache.holding(keys, values, length)
         return restored
 
 
