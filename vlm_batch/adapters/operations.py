@@ -17,6 +17,7 @@ from mlx_vlm.models.base import ensure_fused_sdpa
 
 from vlm_batch.adapters import by_numpy, powers, turning
 from vlm_batch.adapters.cuda import compiling, delta, few_bits, fused, plans
+from vlm_batch.adapters.cuda import turning as cuda_turning
 from vlm_batch.adapters.cuda import windows as cuda_windows
 from vlm_batch.adapters.cuda.convolution import ShortConvolution, embed_patches
 from vlm_batch.adapters.cuda.flat import FlatEmbedding, FlatLinear
@@ -182,7 +183,8 @@ def attend_turned(
         )
     if queries.shape[2] > 1:
         return turning.attend_prompt(attend, queries, keys, values, scale, mask, sinks)
-    return turning.attend_step(queries, keys, values, scale, mask, sinks)
+    kernel = cuda_turning.attend_where_right
+    return turning.attend_step(queries, keys, values, scale, mask, sinks, kernel)
 
 
 def attend_turned_rows(

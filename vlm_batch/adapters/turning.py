@@ -19,7 +19,6 @@ from mlx_vlm.turboquant import (
     _TurboQuantMSECodec,
 )
 
-from vlm_batch.adapters.cuda import turning as cuda
 from vlm_batch.adapters.masks import added
 from vlm_batch.arrays import joined
 from vlm_batch.caches import lookups
@@ -37,6 +36,10 @@ PRODUCT = 1024
 FEWEST_COLUMNS = 64
 #: What a mask adds to hidden scores.
 HIDDEN = np.finfo(np.float32).min
+#: Attention in the rotated space: (queries (B, H, 1, D), keys, values, mask) -> output; None where it cannot.
+Kernel: TypeAlias = Callable[
+    [mx.array, TurboStates, TurboStates, mx.array | None], mx.array | None
+]
 #: One row's keys and values.
 Pair: TypeAlias = tuple[TurboStates, TurboStates]
 #: Attention over arrays: (queries, keys, values, scale, mask) -> output.
@@ -94,10 +97,12 @@ def attend_step(
     scale: float,
     mask: Any,
     sinks: mx.array | None,
+    kernel: Kernel,
 ) -> mx.array:
     """Attend with one query a row (B, H, 1, D).
 
     Args:
+        kernel: Attends if ``keys.by_kernel``, where it can.
         mask: for (B, H, 1, K), bool (True attends) or additive; None and "causal" hide nothing.
         sinks: (H,) scores that take weight and have no value.
     """
@@ -110,7 +115,7 @@ def attend_step(
     by_head = _by_head(sinks, groups, heads)
     output = None
     if keys.by_kernel and sinks is None:
-        output = _by_kernel(turned, keys, values, mask)
+        output = _by_kernel(kernel, turned, keys, values, mask)
     elif lookups.is_numpys():
         rows = range(batch)
         pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
@@ -178,12 +183,16 @@ def _upstreams_cache(keys: TurboLayout, values: TurboLayout) -> TurboQuantKVCach
 
 
 def _by_kernel(
-    queries: mx.array, keys: TurboStates, values: TurboStates, mask: mx.array | None
+    kernel: Kernel,
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    mask: mx.array | None,
 ) -> mx.array | None:
-    """Attend with rotated queries (B, G, R, D) by CUDA's kernel, where there is one."""
+    """Attend with rotated queries (B, G, R, D) by a kernel, where it can."""
     batch, groups, shared, depth = queries.shape
     apart = queries.reshape(batch, groups * shared, 1, depth)
-    found = cuda.attend_where_right(apart, keys, values, mask)
+    found = kernel(apart, keys, values, mask)
     return None if found is None else found.reshape(batch, groups, shared, -1)
 
 

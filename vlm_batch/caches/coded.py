@@ -48,7 +48,7 @@ class States(Protocol):
 
 
 class Layout(Protocol):
-    """How heads are coded."""
+    """The code of heads of one width."""
 
     def code(self, array: mx.array) -> Any:
         """Code (B, H, L, D)."""

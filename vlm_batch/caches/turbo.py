@@ -23,7 +23,7 @@ LEAST_NORM = 1e-6
 
 
 class TurboLayout(NamedTuple):
-    """How vectors of ``depth`` numbers are coded."""
+    """The code of vectors of ``depth`` numbers."""
 
     bits: int
     depth: int
