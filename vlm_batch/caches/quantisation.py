@@ -7,7 +7,7 @@ Attention reads what is stored, so chunks change no answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -30,6 +30,8 @@ UNIFORM_GROUPS = (32, 64, 128)
 #: TurboQuant's bits (arXiv:2504.19874), in halves; a half gives keys the bits below and values those above.
 TURBO_BITS = (2, 8)
 SCHEMES = ("uniform", "turboquant")
+#: A ``start`` that no row reaches.
+NEVER = 2**53
 #: The most that padding to whole groups may lengthen a head.
 MAX_FILLED = 1.25
 
@@ -93,10 +95,16 @@ class KVQuantisation:
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
         """Replace the full-attention caches of a row that are to be quantised."""
-        found = list(fresh)
-        for index in self._layers(fresh):
-            found[index] = kind_of(fresh[index]).with_full(self._instead)
+        quantised = set(self._layers(fresh))
+        found: list[Any] = []
+        for index, cache in enumerate(fresh):
+            instead = self._instead if index in quantised else self._exact
+            found.append(kind_of(cache).with_full(instead))
         return found
+
+    def _exact(self, exact: KVCache) -> Any:
+        """Return a layer's cache that stays exact, laid out as the others' are, since layers share masks."""
+        return LateCache(replace(self, start=NEVER), exact) if self.start else exact
 
     def _layers(self, fresh: Sequence[Any]) -> list[int]:
         """Return the indices of layers that are quantised.
