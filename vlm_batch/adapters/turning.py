@@ -143,9 +143,10 @@ def _by_head(sinks: mx.array | None, groups: int, heads: int) -> mx.array | None
 
 def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     """Return a mask of (B, H, 1, K) for scores (B, G, R, K)."""
-    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    if mask.ndim < 4:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     if mask.shape[1] == 1:
-        return mask
+        return mask  # the same for all layers, which make numbers of it once
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
 
 
