@@ -32,6 +32,7 @@ class Codebook(NamedTuple):
     )  # between those, and infinity: a code counts the bounds below a number
     first: np.ndarray  # (BUCKETS,) the least code of a bucket
     most_bounds: int  # within one bucket
+    arrays: tuple[mx.array, mx.array, mx.array]  # the first three, made once
 
 
 @lru_cache(maxsize=64)
@@ -41,28 +42,25 @@ def codebook(depth: int, bits: int) -> Codebook:
     edges = np.arange(BUCKETS + 1) * (2 / BUCKETS) - 1
     first = np.searchsorted(bounds, edges[:-1] - EDGE)
     last = np.searchsorted(bounds, edges[1:] + EDGE)
-    return Codebook(
-        numbers,
-        np.append(bounds, np.float32(np.inf)),
-        first.astype(np.uint8),
-        int((last - first).max()),
-    )
+    parts = (numbers, np.append(bounds, np.float32(np.inf)), first.astype(np.uint8))
+    on_device = (mx.array(parts[0]), mx.array(parts[1]), mx.array(parts[2]))
+    return Codebook(*parts, int((last - first).max()), on_device)
 
 
 @lru_cache(maxsize=64)
-def rotation(depth: int, seed: int) -> np.ndarray:
+def rotation(depth: int, seed: int) -> mx.array:
     """Return signs (D,) before a Hadamard transform, or a rotation (D, D) where widths are no powers of two."""
     if depth & (depth - 1) == 0:
-        return np.array(upstream._rht_sign_vector(depth, seed))
-    return np.array(upstream._rotation_matrix(depth, seed))
+        return mx.array(np.array(upstream._rht_sign_vector(depth, seed)))
+    return mx.array(np.array(upstream._rotation_matrix(depth, seed)))
 
 
 def codes_of(directions: mx.array, book: Codebook) -> mx.array:
     """Return the codes (..., D) uint8 of rotated directions: how many bounds are below each number."""
     half = BUCKETS // 2
     at = (directions * half + half).astype(mx.int32)
-    found = mx.take(mx.array(book.first), mx.clip(at, 0, BUCKETS - 1))
-    bounds = mx.array(book.bounds)
+    _, bounds, first = book.arrays
+    found = mx.take(first, mx.clip(at, 0, BUCKETS - 1))
     for _ in range(book.most_bounds):
         found = found + (directions > mx.take(bounds, found)).astype(mx.uint8)
     return found

@@ -53,6 +53,11 @@ class Layout(Protocol):
     def code(self, array: mx.array) -> Any:
         """Code (B, H, L, D)."""
 
+    def code_with(
+        self, other: Any, keys: mx.array, values: mx.array
+    ) -> tuple[Any, Any]:
+        """Code keys, and values by another layout of the kind."""
+
     def states(self, parts: Sequence[mx.array]) -> Any:
         """Return states of such parts."""
 
@@ -95,7 +100,7 @@ class CodedCache(CacheKind):
 
     def code_rows(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         of_keys, of_values = self.layouts(keys.shape[-1], values.shape[-1])
-        return of_keys.code(keys), of_values.code(values)
+        return of_keys.code_with(of_values, keys, values)
 
     def append_coded(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Append coded keys and values (1, H, L, D); return all."""
@@ -217,7 +222,8 @@ class CodedSlabCache(SlabCache):
             together = mx.concatenate([keys, values], axis=1)
             new = [of_keys.code(together).parts, ()]
         else:
-            new = [of_keys.code(keys).parts, of_values.code(values).parts]
+            coded = of_keys.code_with(of_values, keys, values)
+            new = [states.parts for states in coded]
         self._reserve_parts(self._columns(count))
         at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
         written: list[tuple[mx.array, ...]] = []

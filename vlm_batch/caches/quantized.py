@@ -30,6 +30,12 @@ class PackedLayout(NamedTuple):
             mx.quantize(filled, group_size=self.group_size, bits=self.bits)
         )
 
+    def code_with(
+        self, other: PackedLayout, keys: mx.array, values: mx.array
+    ) -> tuple[QuantizedStates, QuantizedStates]:
+        """Quantise keys, and values by another layout."""
+        return self.code(keys), other.code(values)
+
     def states(self, parts: Sequence[mx.array]) -> QuantizedStates:
         packed, scales, biases = parts
         return QuantizedStates(packed, scales, biases, self)

@@ -49,7 +49,7 @@ class TurboLayout(NamedTuple):
 
     def rotated(self, vectors: mx.array) -> mx.array:
         """Rotate (..., D), in float32."""
-        turn = mx.array(codebooks.rotation(self.depth, self.seed))
+        turn = codebooks.rotation(self.depth, self.seed)
         vectors = vectors.astype(mx.float32)
         if turn.ndim == 1:
             return mx.hadamard_transform(vectors * turn)
@@ -57,26 +57,58 @@ class TurboLayout(NamedTuple):
 
     def restored(self, rotated: mx.array) -> mx.array:
         """Undo ``rotated``."""
-        turn = mx.array(codebooks.rotation(self.depth, self.seed))
+        turn = codebooks.rotation(self.depth, self.seed)
         if turn.ndim == 1:
             return mx.hadamard_transform(rotated) * turn
         return rotated @ turn
 
     def code(self, vectors: mx.array) -> TurboStates:
         """Code (B, H, L, D)."""
-        vectors = vectors.astype(mx.float32)
-        norms = mx.linalg.norm(vectors, axis=-1, keepdims=True)
-        directions = self.rotated(vectors / mx.maximum(norms, LEAST_NORM))
+        norms, units = _apart(vectors)
+        return TurboStates(norms, self._packed(self.rotated(units)), self)
+
+    def code_with(
+        self, other: TurboLayout, keys: mx.array, values: mx.array
+    ) -> tuple[TurboStates, TurboStates]:
+        """Code keys, and values by another layout; a step's together, which takes half as many operations."""
+        signs = [codebooks.rotation(*one[1:]) for one in (self, other)]
+        if keys.shape[2] > 1 or self.depth != other.depth or signs[0].ndim > 1:
+            return self.code(keys), other.code(values)
+        heads = keys.shape[1]
+        norms, units = _apart(mx.concatenate([keys, values], axis=1))
+        turned = [units[:, :heads] * signs[0], units[:, heads:] * signs[1]]
+        directions = mx.hadamard_transform(mx.concatenate(turned, axis=1))
+        if self.bits == other.bits:
+            packed = self._packed(directions)
+            codes = [packed[:, :heads], packed[:, heads:]]
+        else:
+            codes = [
+                self._packed(directions[:, :heads]),
+                other._packed(directions[:, heads:]),
+            ]
+        return (
+            TurboStates(norms[:, :heads], codes[0], self),
+            TurboStates(norms[:, heads:], codes[1], other),
+        )
+
+    def _packed(self, directions: mx.array) -> mx.array:
+        """Return the codes (..., W) of rotated directions (..., D)."""
         codes = lookups.codes_of(directions, self.book)
         if codes is None:
             codes = codebooks.codes_of(directions, self.book)
-        packed = codebooks.pack(codes, self.bits, self.width)
-        stored = mx.minimum(norms, MOST_NORM).astype(mx.float16)
-        return TurboStates(stored, packed, self)
+        return codebooks.pack(codes, self.bits, self.width)
 
     def states(self, parts: Sequence[mx.array]) -> TurboStates:
         norms, codes = parts
         return TurboStates(norms, codes, self)
+
+
+def _apart(vectors: mx.array) -> tuple[mx.array, mx.array]:
+    """Return norms (..., 1), as they are stored, and directions (..., D) in float32."""
+    vectors = vectors.astype(mx.float32)
+    norms = mx.linalg.norm(vectors, axis=-1, keepdims=True)
+    units = vectors / mx.maximum(norms, LEAST_NORM)
+    return mx.minimum(norms, MOST_NORM).astype(mx.float16), units
 
 
 class TurboStates(NamedTuple):
@@ -112,7 +144,8 @@ class TurboStates(NamedTuple):
         """Return the rotated directions (B, H, L, D) in float32."""
         layout = self.layout
         codes = codebooks.unpack(self.codes, layout.bits, layout.depth)
-        return mx.take(mx.array(layout.book.numbers), codes)
+        numbers, _, _ = layout.book.arrays
+        return mx.take(numbers, codes)
 
     def rotated(self) -> mx.array:
         """Return the rotated vectors in float32."""

@@ -145,6 +145,7 @@ def attend(
     return run(last, [sums, stats])[0]
 
 
+@lru_cache(maxsize=16)
 def _books(keys: TurboLayout, values: TurboLayout) -> mx.array:
     return mx.array(np.concatenate([keys.book.numbers, values.book.numbers]))
 
