@@ -52,6 +52,7 @@ SCHEMES: dict[str, KVQuantisation | None] = {
     "8 bits": KVQuantisation(8),
     "4 bits": KVQuantisation(4),
     "turboquant 4": KVQuantisation(4, scheme="turboquant"),
+    "turboquant 3.5": KVQuantisation(3.5, scheme="turboquant"),
 }
 
 

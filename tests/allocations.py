@@ -11,9 +11,9 @@ from mlx_vlm.models import cache as upstream
 
 from vlm_batch.caches import (
     SlabCache,
+    coded,
     full,
     indexed,
-    quantized,
     recurrent,
     slab,
     whole,
@@ -55,10 +55,10 @@ def announced(occur: Callable[[], None]) -> Iterator[None]:
             (module, "grown", announce(module.grown))
             for module in (slab, recurrent, indexed)
         ),  # type: ignore[attr-defined]
-        (quantized, "_joined", announce(quantized._joined)),
+        (coded, "_joined", announce(coded._joined)),
         *(
             (module, "row_of", announce(module.row_of))
-            for module in (full, indexed, quantized, recurrent, whole, window)
+            for module in (full, indexed, coded, recurrent, whole, window)
         ),
         (runner, "take_row", announce(runner.take_row)),
         (upstream, "mx", Watched(announce, ("zeros", "concatenate"))),

@@ -62,8 +62,11 @@ from vlm_batch.types import Event, Request, Result, SamplingParams
 #: Plain positions in three dimensions, features at every layer, windows, pictures' own layers, recurrent states beside keys
 #: and values, prompts that attend both ways.
 KINDS = ("qwen2_vl", "qwen3_vl", "gemma3n", "mllama", "qwen3_5", "paligemma")
+TURBO = KVQuantisation(8, scheme="turboquant")
 #: Kinds whose keys and values are asked for in eight bits, too. Their rows equal themselves alone but for code flips.
-QUANTISED = ("qwen2_vl", "qwen3_vl")
+QUANTISED = {"qwen2_vl": KVQuantisation(8, 32)} | dict.fromkeys(
+    ("qwen3_vl", "gemma3n", "mllama", "qwen3_5"), TURBO
+)
 #: Kinds whose conversations cannot be gone on with: their prompts attend both ways, so that only the same prompt is the same.
 NO_GOING_ON = ("paligemma",)
 ROWS = 8
@@ -263,7 +266,7 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
         adapter_of(family, "alone"),
         text=TEXT,
         policy=settings_for(max_rows=1),
-        kv=_kv(is_quantised),
+        kv=_kv(family, is_quantised),
     )
     loaders: Any = ManualLoaders()
     loop = EngineLoop(generator, loaders)
@@ -282,8 +285,8 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     return handle.result()
 
 
-def _kv(is_quantised: bool) -> KVQuantisation | None:
-    return KVQuantisation(8, 32, "uniform", 0) if is_quantised else None
+def _kv(family: str, is_quantised: bool) -> KVQuantisation | None:
+    return QUANTISED[family] if is_quantised else None
 
 
 # Loaders, without threads -----------------------------------------------------------------------------------------------
@@ -640,7 +643,7 @@ class History:
                 * most_rows,
             ),
             reuse=Reuse(faulty, self.prefix, budget=self.budget),
-            kv=_kv(is_quantised),
+            kv=_kv(family, is_quantised),
             sampler=self._sample,
             drafts=DrawnDrafts(self) if drafts else NO_DRAFTS,
         )
@@ -1124,7 +1127,7 @@ def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory
     memory = RowMemory(2**62, _slabs if placement is Placement.SLAB else _apart)
     for key in (*TEXTS, *PICTURES):
         encoded = adapter.encode(as_mlx(inputs_of(family, key)))
-        caches = adapter.make_cache(_kv(is_quantised))
+        caches = adapter.make_cache(_kv(family, is_quantised))
         adapter.prefill([encoded], caches, 0, encoded.length)
         adapter.finish_prefill(encoded, caches)
         memory.learn(caches, encoded.length)

@@ -110,6 +110,19 @@ KINDS = {
 #: These take seconds for each scenario: one is run that has company and kept beginnings.
 SLOW = ("deepseek_v41", "glm5_next", "qwen4_exp", "minimax_m3_vl")
 ALL_PRECISIONS = ("qwen2_vl", "lfm2_vl")
+#: One family of each kind with keys that TurboQuant takes.
+TURNED = (
+    "qwen3_vl",
+    "qwen2_5_vl",
+    "hunyuan_vl",
+    "cohere_compass",
+    "gemma3n",
+    "falcon_ocr",
+    "qwen3_5",
+    "falcon_h1",
+    "mllama",
+    "qwen4_exp",
+)
 IN_SUITE = ("company", "backwards, joining late", "kept beginnings and features")
 
 
@@ -264,6 +277,13 @@ def test_slabs(name: str) -> None:
 def test_quantised_keys_and_values(kv: KVQuantisation) -> None:
     for scenario in IN_SUITE:
         check("qwen2_vl", "bfloat16", scenario, kv=kv)
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_turboquant(name: str) -> None:
+    """Ten kinds, in the scenario that has company and kept beginnings."""
+    kv = KVQuantisation(3.5, scheme="turboquant")
+    check(name, KINDS[name], IN_SUITE[-1], kv=kv)
 
 
 def test_beginnings_are_taken_over() -> None:

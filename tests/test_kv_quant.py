@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,8 +26,8 @@ from tests.recording import record, record_none
 from tests.reuse_cases import followed_by, in_turns, only_resumable, request
 from tests.zoo import apart
 from tests.zoo._build import words
-from vlm_batch import VLMBatcher, loading
-from vlm_batch.adapters import powers
+from vlm_batch import VLMBatcher
+from vlm_batch.adapters import powers, turning
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.quantisation import check_quantisation
 from vlm_batch.arrays import as_mlx
@@ -42,14 +43,13 @@ from vlm_batch.caches.quantized import (
     attend_quantized,
     quantize,
 )
-from vlm_batch.caches.turbo import TurboCache
+from vlm_batch.caches.turbo import TurboStates
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.records import DecodeStep
-from vlm_batch.runtime.device import Device
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.files import can_write
 from vlm_batch.store.prefix import PrefixCache
@@ -215,26 +215,15 @@ def test_several_queries_attend_by_the_devices_own_kernels(mask: str | None) -> 
     assert float(mx.abs(found - exact).max()) > 1e-4
 
 
-def test_turboquant_is_refused_away_from_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(loading.TURBOQUANT, raising=False)
-    for kind in (Device.CPU, Device.CUDA):
-        monkeypatch.setattr(loading, "device", lambda kind=kind: kind)
-        with pytest.raises(
-            UnsupportedModel,
-            match=r"5 to 19 times as long .* kv_bits=4 .*VLM_BATCH_TURBOQUANT=slow",
-        ):
-            VLMBatcher(default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant"))
-    monkeypatch.setattr(loading, "device", lambda: Device.METAL)
-    loading.check_scheme(TURBO)
-    monkeypatch.setattr(loading, "device", lambda: Device.CPU)
-    monkeypatch.setenv(loading.TURBOQUANT, "slow")
-    with VLMBatcher(
-        default_checkpoint(), kv=KVQuantisation(4, scheme="turboquant")
-    ) as batcher:
-        assert (
-            batcher.submit(prompt="count to 5", params={"max_tokens": 4}).result().error
-            is None
-        )
+def test_turboquant_is_served_on_every_device() -> None:
+    with pytest.warns(UserWarning, match="3 of 4 layers .* with turboquant the last"):
+        batcher = VLMBatcher(default_checkpoint(), kv=TURBO)
+    with batcher:
+        handles = [
+            batcher.submit(prompt=f"count to {count}", params={"max_tokens": 4})
+            for count in (5, 9)
+        ]
+        assert all(handle.result().error is None for handle in handles)
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turns())
@@ -378,23 +367,23 @@ def test_quantised_slabs_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> 
 def test_turboquant_decodes_without_unpacking_the_cache(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows of different lengths: each goes to mlx-vlm's decode attention for one row, which reads the codes."""
+    """Three rows of different lengths: one call for all of them, which never turns keys or values back."""
     name = "qwen2_vl"
-    calls = {"dequantize": 0, "decode_attention": 0}
-    for method in calls:
-        right = getattr(TurboCache, method)
+    calls: Counter[str] = Counter()
 
-        def counted(
-            self: Any,
-            *args: Any,
-            _right: Any = right,
-            _method: str = method,
-            **kwargs: Any,
-        ) -> Any:
-            calls[_method] += 1
-            return _right(self, *args, **kwargs)
+    def count(home: Any, method: str) -> None:
+        right = getattr(home, method)
 
-        monkeypatch.setattr(TurboCache, method, counted)
+        def counted(*args: Any) -> Any:
+            calls[method] += 1
+            return right(*args)
+
+        monkeypatch.setattr(home, method, counted)
+
+    count(TurboStates, "rotated")
+    count(TurboStates, "dequantized")
+    count(turning, "attend_step")
+    count(turning, "attend_rows")
     engine = generator(name, TURBO, policy=settings_for(placement))
     for index, key in enumerate((IMAGE, TEXT, OTHER)):
         engine.insert(
@@ -402,12 +391,15 @@ def test_turboquant_decodes_without_unpacking_the_cache(
         )
     while len(engine.rows.batch) < 3:
         engine.step()
-    before = dict(calls)
+    calls.clear()
     for _ in range(5):
         engine.step()
-    layers = len(engine.rows.batch.layers)
-    assert calls["dequantize"] == before["dequantize"]
-    assert calls["decode_attention"] - before["decode_attention"] == 5 * 3 * layers
+    quantised, _ = TURBO.counts(shared_adapter(name).make_cache())
+    way = "attend_rows" if placement is Placement.ROWS else "attend_step"
+    assert quantised
+    assert calls["rotated"] == calls["dequantized"] == 0
+    assert calls[way] >= 5 * quantised
+    assert calls["attend_step"] == (0 if placement is Placement.ROWS else calls[way])
     engine.reset()
 
 
@@ -459,6 +451,7 @@ def test_a_dropped_mask_is_far_off(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("qwen2_vl", TURBO, Placement.SLAB),
         ("qwen2_vl", KVQuantisation(4, 32), Placement.SLAB),
         ("qwen2_vl", LATE, Placement.ROWS),
+        ("qwen2_vl", KVQuantisation(8, scheme="turboquant", start=20), Placement.SLAB),
         ("gemma3n", KVQuantisation(3.5, scheme="turboquant"), Placement.ROWS),
         ("gemma3n", LATE, Placement.SLAB),
         ("mllama", KVQuantisation(4, 32), Placement.ROWS),
@@ -470,7 +463,7 @@ def test_a_dropped_mask_is_far_off(name: str, monkeypatch: pytest.MonkeyPatch) -
     ids=str,
 )
 def test_other_schemes(name: str, kv: KVQuantisation, placement: Placement) -> None:
-    """TurboQuant row by row; late quantisation, whose start lies in the middle of a prompt or of an answer."""
+    """TurboQuant; late quantisation, whose start lies in the middle of a prompt or of an answer."""
     asks = [Ask(IMAGE), Ask(OTHER, tokens=8), Ask(TEXT, at=2, tokens=4)]
     engine = generator(
         name, kv, policy=settings_for(placement, prefill_budget=7, idle_budget=7)
@@ -762,7 +755,7 @@ def test_heads_that_do_not_fit_are_refused_with_the_numbers() -> None:
 
 def test_what_stays_exact_is_said_once() -> None:
     with pytest.warns(
-        UserWarning, match="2 of 4 layers of aya_vision are quantised; the others"
+        UserWarning, match="1 of 4 layers of aya_vision are quantised; .* the last"
     ):
         check_quantisation(shared_adapter("aya_vision"), TURBO)
 

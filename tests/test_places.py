@@ -25,6 +25,7 @@ from vlm_batch.caches import Placement, RecurrentCache, kind_of
 from vlm_batch.caches.blocks import BlockCache
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.quantized import QuantizedCache
+from vlm_batch.caches.turbo import TurboCache
 from vlm_batch.engine.generator import BatchGenerator
 
 HEADS, WIDTH = 2, 32
@@ -34,6 +35,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "window": lambda: RotatingKVCache(16),
     "block": lambda: BlockCache(16),
     "uniform": lambda: QuantizedCache(32, 8),
+    "turboquant": lambda: TurboCache(3.5),
 }
 
 

@@ -45,6 +45,7 @@ from vlm_batch.caches import (
     SlabCache,
 )
 from vlm_batch.caches.blocks import BlockCache
+from vlm_batch.caches.coded import CodedCache
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.quantisation import KVQuantisation, LateCache
@@ -288,14 +289,8 @@ def seen(cache: object) -> list[np.ndarray]:
         return seen(cache.inner)
     if isinstance(cache, BlockCache):
         cache.maybe_trim_front()  # what no later token can see
-    if isinstance(cache, QuantizedCache):
+    if isinstance(cache, CodedCache):
         return [np.array(part) for states in cache.state for part in states.parts]
-    if isinstance(cache, TurboCache):
-        return [
-            np.array(part[:, :, : cache.offset])
-            for states in (cache.keys, cache.values)
-            for part in states
-        ]
     if isinstance(cache, CacheList):
         return [array for part in cache.caches for array in seen(part)]
     if isinstance(cache, (KVCache, RotatingKVCache)):

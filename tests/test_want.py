@@ -85,7 +85,7 @@ def test_whichever_allocation_fails_every_answer_is_as_alone(
 ) -> None:
     """Slabs grow by 8 columns and rows by 8 positions, so that all of them grow while rows decode and when one joins."""
     monkeypatch.setattr("vlm_batch.caches.slab.CAPACITY_STEP", 8)
-    monkeypatch.setattr("vlm_batch.caches.quantized.STEP", 8)
+    monkeypatch.setattr("vlm_batch.caches.coded.STEP", 8)
     monkeypatch.setattr("mlx_vlm.models.cache.KVCache.step", 8)
     # it takes most of the time, and has tests of its own
     monkeypatch.setattr(retry, "release_memory", lambda: None)

@@ -114,6 +114,7 @@ WAYS = (
             ("caches/window.py", (ALL,)),
             ("caches/recurrent.py", ("RecurrentCache",)),
             ("caches/verified.py", ("VERIFIED",)),
+            ("adapters/attention.py", ("STATES",)),
         ),
     ),
     Way(

@@ -20,6 +20,12 @@ from vlm_batch.caches.turbo import TurboStates
 
 #: mlx-vlm's own function, kept before any hook.
 SCALED_DOT_PRODUCT_ATTENTION = upstream.scaled_dot_product_attention
+#: Kinds of states that a row's cache returns in an array's place -> attention over them, with (queries, keys, values, scale,
+#: mask, sinks).
+STATES: dict[type, Callable[..., mx.array]] = {
+    QuantizedStates: operations.attend_packed,
+    TurboStates: operations.attend_turned,
+}
 
 
 @dataclass(frozen=True)
@@ -42,23 +48,25 @@ def attention(
     if isinstance(mask, SealedMask):
         mask = mask.mask
     if isinstance(keys, RowStates):
+        found = operations.attend_turned_rows(queries, keys, values, scale, mask, sinks)
+        if found is not None:
+            return found
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
     if isinstance(keys, DraftedStates):
         fixed = current().is_fixed
         return attend_drafted(
             attention, queries, keys, values, cache, scale, mask, sinks, is_fixed=fixed
         )
-    if isinstance(keys, QuantizedStates):
-        return operations.attend_packed(queries, keys, values, scale, mask, sinks)
+    coded = STATES.get(type(keys))
+    if coded is not None:
+        return coded(queries, keys, values, scale, mask, sinks)
     if isinstance(keys, SlabStates):
         if sinks is None:
             found = operations.attend_packed_slab(queries, keys, values, scale, mask)
             if found is not None:
                 return found
         keys, values = unpacked(keys, values)
-    if isinstance(keys, TurboStates):
-        cache = keys.cache
-    elif sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):
+    if sinks is None and isinstance(keys, mx.array) and not hasattr(cache, "bits"):
         # not quantised
         return operations.attend(queries, keys, values, scale, mask)
     return SCALED_DOT_PRODUCT_ATTENTION(

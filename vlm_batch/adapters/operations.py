@@ -15,8 +15,9 @@ import mlx.nn as nn
 from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
-from vlm_batch.adapters import by_numpy, powers
+from vlm_batch.adapters import by_numpy, powers, turning
 from vlm_batch.adapters.cuda import compiling, delta, few_bits, fused, plans
+from vlm_batch.adapters.cuda import turning as cuda_turning
 from vlm_batch.adapters.cuda import windows as cuda_windows
 from vlm_batch.adapters.cuda.convolution import ShortConvolution, embed_patches
 from vlm_batch.adapters.cuda.flat import FlatEmbedding, FlatLinear
@@ -31,6 +32,8 @@ from vlm_batch.caches.quantized import (
     SlabStates,
     attend_quantized,
 )
+from vlm_batch.caches.rows import RowStates
+from vlm_batch.caches.turbo import TurboStates
 from vlm_batch.runtime.device import Device, device
 
 #: mlx-vlm's own function, kept before any hook.
@@ -163,6 +166,39 @@ def attend_packed_slab(
 ) -> mx.array | None:
     """Attend over slabs in few bits as they are stored; None where they are to be unpacked."""
     return few_bits.attend_where_right(queries, keys, values, scale, mask)
+
+
+def attend_turned(
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend over TurboQuant's codes."""
+    if current().attends_apart and queries.shape[0] > 1:
+        return turning.attend_apart(
+            attend_turned, queries, keys, values, scale, mask, sinks
+        )
+    if queries.shape[2] > 1:
+        return turning.attend_prompt(attend, queries, keys, values, scale, mask, sinks)
+    kernel = cuda_turning.attend_where_right
+    return turning.attend_step(queries, keys, values, scale, mask, sinks, kernel)
+
+
+def attend_turned_rows(
+    queries: mx.array,
+    keys: RowStates,
+    values: RowStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attend over rows' TurboQuant codes in one call; None where rows are of another kind, or attend one by one."""
+    if current().is_fixed:
+        return None
+    return turning.attend_rows(queries, keys, values, scale, mask, sinks)
 
 
 # Products

@@ -7,7 +7,7 @@ Attention reads what is stored, so chunks change no answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -27,9 +27,11 @@ from vlm_batch.errors import shown
 #: The bits and groups of ``mx.quantize``.
 UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
 UNIFORM_GROUPS = (32, 64, 128)
-#: TurboQuant's bits (arXiv:2504.19874), in halves; a half gives values one bit more than keys.
+#: TurboQuant's bits (arXiv:2504.19874), in halves; a half gives keys the bits below and values those above.
 TURBO_BITS = (2, 8)
 SCHEMES = ("uniform", "turboquant")
+#: A ``start`` that no row reaches.
+NEVER = 2**53
 #: The most that padding to whole groups may lengthen a head.
 MAX_FILLED = 1.25
 
@@ -92,15 +94,36 @@ class KVQuantisation:
             )
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
-        """Replace the full-attention caches of a row."""
-        return [kind_of(cache).with_full(self._instead) for cache in fresh]
+        """Replace the full-attention caches of a row that are to be quantised."""
+        quantised = set(self._layers(fresh))
+        found: list[Any] = []
+        for index, cache in enumerate(fresh):
+            instead = self._instead if index in quantised else self._exact
+            found.append(kind_of(cache).with_full(instead))
+        return found
+
+    def _exact(self, exact: KVCache) -> Any:
+        """Return a layer's cache that stays exact, laid out as the others' are, since layers share masks."""
+        return LateCache(replace(self, start=NEVER), exact) if self.start else exact
+
+    def _layers(self, fresh: Sequence[Any]) -> list[int]:
+        """Return the indices of layers that are quantised.
+
+        With TurboQuant, mlx-vlm leaves the last of several layers exact, alone and in a batch: errors weigh most there.
+        """
+        found = [
+            index for index, cache in enumerate(fresh) if kind_of(cache).full_parts()
+        ]
+        last = len(fresh) - 1
+        is_left = self.scheme == "turboquant" and last > 1 and len(found) > 1
+        return [index for index in found if index != last or not is_left]
 
     def _instead(self, exact: KVCache) -> Any:
         return LateCache(self) if self.start else self.empty()
 
     def counts(self, fresh: Sequence[Any]) -> tuple[int, int]:
         """Return (quantised layers, all layers)."""
-        return sum(bool(kind_of(cache).full_parts()) for cache in fresh), len(fresh)
+        return len(self._layers(fresh)), len(fresh)
 
     def check_shapes(self, fresh: Sequence[Any]) -> None:
         """Raise ValueError if used caches' heads would be padded too much."""

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_vlm.models.cache import create_attention_mask
 
-from vlm_batch.arrays import num_bytes, own_array, round_up
-from vlm_batch.caches.drafted import NO_LIMIT
-from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
-from vlm_batch.caches.rows import RowsCache
-from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
+from vlm_batch.arrays import own_array
+from vlm_batch.caches.coded import CodedCache, CodedSlabCache
 from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED
 from vlm_batch.runtime.device import Device, device
-
-#: Growth of a row's cache, in columns.
-STEP = 256
-
-
-#: (heads, width, dtype) of a part of a slab.
-PartForm = tuple[int, int, mx.Dtype]
 
 
 class PackedLayout(NamedTuple):
@@ -33,6 +22,23 @@ class PackedLayout(NamedTuple):
     group_size: int
     bits: int
     depth: int
+
+    def code(self, array: mx.array) -> QuantizedStates:
+        """Quantise (B, H, L, D)."""
+        filled = _filled(array, self.group_size)
+        return self.states(
+            mx.quantize(filled, group_size=self.group_size, bits=self.bits)
+        )
+
+    def code_with(
+        self, other: PackedLayout, keys: mx.array, values: mx.array
+    ) -> tuple[QuantizedStates, QuantizedStates]:
+        """Quantise keys, and values by another layout."""
+        return self.code(keys), other.code(values)
+
+    def states(self, parts: Sequence[mx.array]) -> QuantizedStates:
+        packed, scales, biases = parts
+        return QuantizedStates(packed, scales, biases, self)
 
 
 class QuantizedStates(NamedTuple):
@@ -54,10 +60,14 @@ class QuantizedStates(NamedTuple):
 
     def between(self, begin: int, end: int) -> QuantizedStates:
         """Return the positions [begin, end)."""
-        return of_parts([part[:, :, begin:end] for part in self.parts], self.layout)
+        return self.map(lambda part: part[:, :, begin:end])
 
     def map(self, change: Any) -> QuantizedStates:
-        return of_parts([change(part) for part in self.parts], self.layout)
+        return self.layout.states([change(part) for part in self.parts])
+
+    def of_row(self, row: int) -> QuantizedStates:
+        """Return one row's, as (1, H, L, D)."""
+        return self.map(lambda part: part[row : row + 1])
 
     def dequantized(self) -> mx.array:
         packed, scales, biases = (mx.contiguous(part) for part in self.parts)
@@ -95,7 +105,7 @@ class SlabStates(NamedTuple):
 
     def cut(self) -> QuantizedStates:
         """Return its heads alone."""
-        return of_parts([part[:, self.span] for part in self.parts], self.layout)
+        return self.layout.states([part[:, self.span] for part in self.parts])
 
 
 def of_slab(
@@ -109,22 +119,13 @@ def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
     """Dequantise keys and values (S, H, C, D), together if they share slabs."""
     if keys.packed is not values.packed:
         return keys.cut().dequantized(), values.cut().dequantized()
-    both = of_parts(keys.parts, keys.layout).dequantized()
+    both = keys.layout.states(keys.parts).dequantized()
     return both[:, keys.span], both[:, values.span]
-
-
-def of_parts(parts: Sequence[mx.array], layout: PackedLayout) -> QuantizedStates:
-    packed, scales, biases = parts
-    return QuantizedStates(packed, scales, biases, layout)
 
 
 def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
     """Quantise (B, H, L, D) along D."""
-    layout = PackedLayout(group_size, bits, array.shape[-1])
-    return of_parts(
-        mx.quantize(_filled(array, group_size), group_size=group_size, bits=bits),
-        layout,
-    )
+    return PackedLayout(group_size, bits, array.shape[-1]).code(array)
 
 
 def _filled(array: mx.array, group_size: int) -> mx.array:
@@ -134,74 +135,28 @@ def _filled(array: mx.array, group_size: int) -> mx.array:
     return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
 
 
-class QuantizedCache(CacheKind):
+class QuantizedCache(CodedCache):
     """One row's quantised keys and values."""
 
-    is_whole = True
-    holds_rows = True
-
     def __init__(self, group_size: int, bits: int) -> None:
+        super().__init__()
         self.group_size = group_size
         self.bits = bits
-        # (1, H, capacity, D), or several rows of one length
-        self.keys: QuantizedStates | None = None
-        self.values: QuantizedStates | None = None
-        self.offset = 0
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[QuantizedStates, QuantizedStates]:
-        self.keys = self._append(self.keys, keys)
-        self.values = self._append(self.values, values)
-        self.offset += keys.shape[2]
-        return self.state
+    def fresh(self) -> QuantizedCache:
+        return QuantizedCache(self.group_size, self.bits)
 
-    def _append(self, held: QuantizedStates | None, new: mx.array) -> QuantizedStates:
-        """Write ``new`` (1, H, L, D) behind the cached tokens, growing the arrays."""
-        coded, begin = quantize(new, self.group_size, self.bits), self.offset
-        end = begin + new.shape[2]
-        if held is None:
-            return coded.map(lambda part: _joined([part]))
-        if end > held.packed.shape[2]:
-            old = held.between(0, begin)
-            pairs = zip(old.parts, coded.parts, strict=True)
-            return of_parts([_joined(list(pair)) for pair in pairs], coded.layout)
-        for part, piece in zip(held.parts, coded.parts, strict=True):
-            part[:, :, begin:end] = piece
-        return held
-
-    @property
-    def state(self) -> tuple[QuantizedStates, QuantizedStates]:
-        assert self.keys is not None and self.values is not None
-        return self.keys.between(0, self.offset), self.values.between(0, self.offset)
-
-    def make_mask(
-        self, length: int, window_size: int | None = None, return_array: bool = False
-    ) -> Any:
-        return create_attention_mask(
-            length, self.offset, return_array=return_array, window_size=window_size
+    def layouts(
+        self, key_depth: int, value_depth: int
+    ) -> tuple[PackedLayout, PackedLayout]:
+        of_keys, of_values = (
+            PackedLayout(self.group_size, self.bits, depth)
+            for depth in (key_depth, value_depth)
         )
+        return of_keys, of_values
 
-    def most_positions(self, *, is_fixed: bool) -> int:
-        return NO_LIMIT
-
-    def trim(self, count: int) -> None:
-        self.offset -= count
-
-    def row(self, index: int, *, is_own: bool = True) -> QuantizedCache:
-        taken = QuantizedCache(self.group_size, self.bits)
-        cut = row_of(index, is_own=is_own)
-        assert self.keys is not None and self.values is not None
-        taken.keys, taken.values = self.keys.map(cut), self.values.map(cut)
-        taken.offset = self.offset
-        return taken
-
-    @property
-    def nbytes(self) -> int:
-        return num_bytes((self.keys, self.values))
-
-    def bytes_at(self, tokens: int, seen: int) -> int:
-        return super().bytes_at(round_up(tokens, STEP), seen)
+    def slab(self, num_places: int) -> QuantizedSlabCache:
+        return QuantizedSlabCache(num_places, self.group_size, self.bits)
 
     def saved(self, length: int) -> QuantizedState:
         keys, values = self.state
@@ -212,11 +167,6 @@ class QuantizedCache(CacheKind):
             self.bits,
             (keys.layout.depth, values.layout.depth),
         )
-
-    def batched(self, placement: Placement, num_places: int) -> LayerCache:
-        if placement is Placement.SLAB:
-            return QuantizedSlabCache(num_places, self.group_size, self.bits)
-        return RowsCache()
 
 
 @filed
@@ -236,13 +186,10 @@ class QuantizedState(LayerState):
 
     def restore(self, length: int) -> QuantizedCache:
         cache = QuantizedCache(self.group_size, self.bits)
-        of_keys, of_values = (
-            PackedLayout(self.group_size, self.bits, depth) for depth in self.depths
-        )
-        cache.keys = of_parts(self.keys, of_keys).between(0, length)
-        cache.values = of_parts(self.values, of_values).between(0, length)
-        cache.offset = length
-        return cache
+        of_keys, of_values = cache.layouts(*self.depths)
+        keys = of_keys.states(self.keys).between(0, length)
+        values = of_values.states(self.values).between(0, length)
+        return cache.holding(keys, values, length)
 
 
 def attend_quantized(
@@ -306,111 +253,18 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
 
 
-def _joined(parts: list[mx.array]) -> mx.array:
-    """Join columns, and zeros up to a multiple of ``STEP``."""
-    last = parts[-1]
-    missing = -sum(part.shape[2] for part in parts) % STEP
-    if missing:
-        zeros = mx.zeros((*last.shape[:2], missing, last.shape[3]), last.dtype)
-        parts = [*parts, zeros]
-    return last if len(parts) == 1 else mx.concatenate(parts, axis=2)
+class QuantizedSlabCache(CodedSlabCache):
+    """Full attention as quantised slabs: packed numbers, scales, biases.
 
-
-class QuantizedSlabCache(SlabCache):
-    """Full attention as quantised slabs: packed numbers, scales, biases, each (S, H, C, ...).
-
-    Stacking keys and values of one depth as heads saves operations. ``few_bits`` decides if models get QuantizedStates,
-    SlabStates or arrays, which live for one layer's attention.
+    ``few_bits`` decides if models get QuantizedStates, SlabStates or arrays.
     """
-
-    # parts of QuantizedStates, with the values' heads last if stacked; or None
-    keys: Any
-    values: Any  # parts likewise, () if stacked; or None
 
     def __init__(
         self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED
     ) -> None:
-        super().__init__(num_places)
-        self.few_bits = few_bits
-        self._group_size = group_size
-        # not ``bits``, by which mlx-vlm recognises caches that return packed numbers
-        self._num_bits = bits
-        self._heads = (0, 0)  # of keys, of values
-        self._layouts: list[PackedLayout] = []
-        #: (heads, width, dtype) of every part of every slab.
-        self._parts: list[list[PartForm]] = []
-
-    def put(self, place: int, cache: QuantizedCache) -> None:
-        length, states = cache.offset, cache.state
-        keys, values = states
-        self._layouts = [keys.layout, values.layout]
-        self._heads = (keys.shape[1], values.shape[1])
-        if self._is_stacked:
-            self._parts = [_forms(keys, sum(self._heads))]
-        else:
-            self._parts = [_forms(one, one.shape[1]) for one in states]
-        self._reserve_parts(length + 1)
-        self._left[place] = max(self._left[place], length, self.ahead)
-        for (slabs, heads), one in zip(self._halves(), states, strict=True):
-            for slab, part in zip(slabs, one.parts, strict=True):
-                slab[place : place + 1, heads, :length] = part
-        self._wipe(place, length)
-        self._lengths[place] = length
-
-    def extract(self, place: int) -> Any:
-        cache = QuantizedCache(self._group_size, self._num_bits)
-        cache.offset = self._lengths[place]
-        halves: list[QuantizedStates] = []
-        for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True):
-            at = (slice(place, place + 1), heads, slice(cache.offset))
-            halves.append(of_parts([own_array(slab[at]) for slab in slabs], layout))
-        cache.keys, cache.values = halves
-        return cache
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        count = keys.shape[2]
-        if self._is_stacked:
-            together = self._coded(mx.concatenate([keys, values], axis=1))
-            new = [together, ()]
-        else:
-            new = [self._coded(keys), self._coded(values)]
-        self._reserve_parts(self._columns(count))
-        at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
-        written: list[tuple[mx.array, ...]] = []
-        for slabs, parts in zip((self.keys, self.values), new, strict=True):
-            pairs = zip(slabs, parts, strict=True)
-            written.append(tuple(put_columns(slab, at, part) for slab, part in pairs))
-        self.keys, self.values = written
-
-    def _coded(self, array: mx.array) -> tuple[mx.array, ...]:
-        return quantize(array, self._group_size, self._num_bits).parts
-
-    @property
-    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
-        """False for packed products: a graph can fuse their scaling and masking."""
-        return self.few_bits == KERNEL
-
-    def graph_key(self) -> tuple[Any, ...]:
-        self._reserve_parts(self._columns(1))
-        return (tuple(part.shape for part in self.arrays()), self.keys[1].dtype)
-
-    def arrays(self) -> list[mx.array]:
-        return [*(self.keys or ()), *(self.values or ())]
-
-    @property
-    def _is_stacked(self) -> bool:
-        keys, values = self._layouts
-        return keys == values
-
-    def _halves(self) -> list[tuple[Sequence[mx.array], slice]]:
-        """(slabs, heads) of keys and of values."""
-        if not self._is_stacked:
-            return [(self.keys, slice(None)), (self.values, slice(None))]
-        behind_keys = self._heads[0]
-        return [
-            (self.keys, slice(behind_keys)),
-            (self.keys, slice(behind_keys, None)),
-        ]
+        super().__init__(
+            num_places, QuantizedCache(group_size, bits), few_bits=few_bits
+        )
 
     @property
     def state(self) -> Any:
@@ -426,32 +280,3 @@ class QuantizedSlabCache(SlabCache):
         if self.few_bits == UNPACKED:
             return unpacked(keys, values)
         return keys.cut(), values.cut()
-
-    def _change(self, change: Callable[[mx.array], mx.array]) -> None:
-        if self.keys is not None:
-            self.keys = tuple(map(change, self.keys))
-            self.values = tuple(map(change, self.values))
-
-    def _reserve_parts(self, tokens: int) -> None:
-        if tokens <= self.capacity:
-            return
-        capacity = self._capacity(tokens)
-        slabs = [self._widened(self.keys, self._parts[0], capacity), ()]
-        if not self._is_stacked:
-            slabs[1] = self._widened(self.values, self._parts[1], capacity)
-        self.keys, self.values = slabs
-
-    def _widened(
-        self, slabs: Any, forms: Sequence[PartForm], capacity: int
-    ) -> tuple[mx.array, ...]:
-        found: list[mx.array] = []
-        old_ones = slabs or (None,) * len(forms)
-        for old, (heads, width, dtype) in zip(old_ones, forms, strict=True):
-            shape = (self.num_places, heads, capacity, width)
-            found.append(widened(old, shape, dtype))
-        return tuple(found)
-
-
-def _forms(states: QuantizedStates, heads: int) -> list[PartForm]:
-    """Return the forms of a slab's parts with so many heads."""
-    return [(heads, part.shape[3], part.dtype) for part in states.parts]

@@ -185,11 +185,25 @@ class RowsCache(LayerCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[RowStates, RowStates]:
+        coded = self._coded(keys, values)
+        if coded is not None:
+            return self._states(
+                lambda cache, place: cache.append_coded(
+                    *(states.of_row(place) for states in coded)
+                )
+            )
         return self._states(
             lambda cache, place: cache.update_and_fetch(
                 keys[place : place + 1], values[place : place + 1]
             )
         )
+
+    def _coded(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
+        """Code all rows' keys and values together, unless bits must not depend on how many they are."""
+        live = self.live
+        if self.always_masked or not live:
+            return None
+        return kind_of(live[0]).code_rows(keys, values)
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:

@@ -225,14 +225,19 @@ class SlabCache(SlabArrays):
         mask = self.seen(self.offset, 1, None)
         if not is_added:
             return self.offset, mask
-        dtype = next(
-            array.dtype
-            for array in self.arrays()
-            if mx.issubdtype(array.dtype, mx.floating)
-        )
+        dtype = self._mask_dtype()
         return self.offset, mx.where(
             mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype)
         )
+
+    def _mask_dtype(self) -> mx.Dtype:
+        """Return the type of numbers that masks add, which all layers' scores take."""
+        floats = [
+            array.dtype
+            for array in self.arrays()
+            if mx.issubdtype(array.dtype, mx.floating)
+        ]
+        return floats[0]
 
     def trace(self, slabs: Any, made: Sequence[mx.array]) -> None:
         """Work on placeholders for the results of ``give`` and ``step_inputs`` until the next ``give``."""

@@ -1,46 +1,207 @@
-"""Full attention coded by mlx-vlm's TurboQuant (arXiv:2504.19874)."""
+"""Full attention coded by TurboQuant (arXiv:2504.19874)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_vlm.turboquant import (
-    TurboQuantKVCache,
-    TurboQuantMSEState,
-    _QuantizedStateProxy,
-)
+from mlx_vlm.turboquant import DEFAULT_TURBOQUANT_SEED, resolve_kv_bits
 
 from vlm_batch.arrays import own_array
-from vlm_batch.caches.layers import CacheKind
+from vlm_batch.caches import codebooks, lookups
+from vlm_batch.caches.coded import CodedCache, CodedSlabCache
 from vlm_batch.caches.states import LayerState, filed
+from vlm_batch.policy import KERNEL, UNPACKED
+from vlm_batch.runtime.device import Device, device
+
+#: Norms are stored in float16, as mlx-vlm does. A larger one would be infinite there.
+MOST_NORM = 65504.0
+#: A smaller vector is divided by this in its norm's place.
+LEAST_NORM = 1e-6
 
 
-class TurboStates(_QuantizedStateProxy):  # type: ignore[misc]
-    """Coded keys or values, and the cache whose kernels read them."""
+class TurboLayout(NamedTuple):
+    """The code of vectors of ``depth`` numbers."""
 
-    __slots__ = ("cache",)
+    bits: int
+    depth: int
+    seed: int
 
-    def __init__(self, states: _QuantizedStateProxy, cache: TurboCache) -> None:
-        super().__init__(states._state, states.shape[2], states.shape[1])
-        self.cache = cache
+    @property
+    def coding(self) -> tuple[int, int]:
+        return (self.bits, self.depth)
 
+    @property
+    def width(self) -> int:
+        """Words of 32 bits of a vector's codes."""
+        return -(-self.depth * self.bits // 32)
 
-class TurboCache(CacheKind, TurboQuantKVCache):  # type: ignore[misc]
-    is_whole = True
+    def of_width(self, width: int) -> TurboLayout:
+        """Return the layout of codes of ``width`` words, of which the depth is not known: a multiple of eight."""
+        depth = width * 32 // self.bits
+        return self._replace(depth=depth // 8 * 8)
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
+    @property
+    def book(self) -> codebooks.Codebook:
+        return codebooks.codebook(self.depth, self.bits)
+
+    def rotated(self, vectors: mx.array) -> mx.array:
+        """Rotate (..., D), in float32."""
+        turn = codebooks.rotation(self.depth, self.seed)
+        vectors = vectors.astype(mx.float32)
+        if turn.ndim == 1:
+            return mx.hadamard_transform(vectors * turn)
+        return vectors @ turn.T
+
+    def restored(self, rotated: mx.array) -> mx.array:
+        """Undo ``rotated``."""
+        turn = codebooks.rotation(self.depth, self.seed)
+        if turn.ndim == 1:
+            return mx.hadamard_transform(rotated) * turn
+        return rotated @ turn
+
+    def code(self, vectors: mx.array) -> TurboStates:
+        """Code (B, H, L, D)."""
+        norms, units = _apart(vectors)
+        return TurboStates(norms, self._packed(self.rotated(units)), self)
+
+    def code_with(
+        self, other: TurboLayout, keys: mx.array, values: mx.array
     ) -> tuple[TurboStates, TurboStates]:
-        coded_keys, coded_values = super().update_and_fetch(keys, values)
-        return TurboStates(coded_keys, self), TurboStates(coded_values, self)
+        """Code keys, and values by another layout; a step's together, which takes half as many operations."""
+        signs = [codebooks.rotation(*one[1:]) for one in (self, other)]
+        if keys.shape[2] > 1 or self.depth != other.depth or signs[0].ndim > 1:
+            return self.code(keys), other.code(values)
+        heads = keys.shape[1]
+        norms, units = _apart(mx.concatenate([keys, values], axis=1))
+        turned = [units[:, :heads] * signs[0], units[:, heads:] * signs[1]]
+        directions = mx.hadamard_transform(mx.concatenate(turned, axis=1))
+        if self.bits == other.bits:
+            packed = self._packed(directions)
+            codes = [packed[:, :heads], packed[:, heads:]]
+        else:
+            codes = [
+                self._packed(directions[:, :heads]),
+                other._packed(directions[:, heads:]),
+            ]
+        return (
+            TurboStates(norms[:, :heads], codes[0], self),
+            TurboStates(norms[:, heads:], codes[1], other),
+        )
+
+    def _packed(self, directions: mx.array) -> mx.array:
+        """Return the codes (..., W) of rotated directions (..., D)."""
+        codes = lookups.codes_of(directions, self.book)
+        if codes is None:
+            codes = codebooks.codes_of(directions, self.book)
+        return codebooks.pack(codes, self.bits, self.width)
+
+    def states(self, parts: Sequence[mx.array]) -> TurboStates:
+        norms, codes = parts
+        return TurboStates(norms, codes, self)
+
+
+def _apart(vectors: mx.array) -> tuple[mx.array, mx.array]:
+    """Return norms (..., 1), as they are stored, and directions (..., D) in float32."""
+    vectors = vectors.astype(mx.float32)
+    norms = mx.linalg.norm(vectors, axis=-1, keepdims=True)
+    units = vectors / mx.maximum(norms, LEAST_NORM)
+    return mx.minimum(norms, MOST_NORM).astype(mx.float16), units
+
+
+class TurboStates(NamedTuple):
+    """Coded keys or values (B, H, L, D) in place of an array."""
+
+    norms: mx.array  # (B, H, L, 1) float16
+    codes: mx.array  # (B, H, L, W) uint32
+    layout: TurboLayout
+    by_kernel: bool = False  # whether a kernel is to read them, where there is one
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, heads, length, _ = self.norms.shape
+        return (batch, heads, length, self.layout.depth)
+
+    @property
+    def parts(self) -> tuple[mx.array, mx.array]:
+        return (self.norms, self.codes)
+
+    def map(self, change: Callable[[mx.array], mx.array]) -> TurboStates:
+        norms, codes = map(change, self.parts)
+        return self._replace(norms=norms, codes=codes)
+
+    def between(self, begin: int, end: int) -> TurboStates:
+        """Return the positions [begin, end)."""
+        return self.map(lambda part: part[:, :, begin:end])
+
+    def of_row(self, row: int) -> TurboStates:
+        """Return one row's, as (1, H, L, D)."""
+        return self.map(lambda part: part[row : row + 1])
+
+    def directions(self) -> mx.array:
+        """Return the rotated directions (B, H, L, D) in float32."""
+        layout = self.layout
+        codes = codebooks.unpack(self.codes, layout.bits, layout.depth)
+        numbers, _, _ = layout.book.arrays
+        return mx.take(numbers, codes)
+
+    def rotated(self) -> mx.array:
+        """Return the rotated vectors in float32."""
+        if lookups.takes(self.norms.size * self.layout.depth):
+            found = lookups.rotated(self.norms, self.codes, *self.layout.coding)
+            if found is not None:
+                return found
+        return self.directions() * self.norms
+
+    def dequantized(self) -> mx.array:
+        """Return the vectors in float32."""
+        return self.layout.restored(self.rotated())
+
+
+class TurboCache(CodedCache):
+    """One row's coded keys and values.
+
+    Args:
+        bits: Bits of a number; of a half, keys have the bits below and values those above.
+        seed: Of the keys' rotation; the values' is the next.
+    """
+
+    def __init__(self, bits: float, seed: int = DEFAULT_TURBOQUANT_SEED) -> None:
+        super().__init__()
+        self.bits = bits
+        self.seed = seed
+
+    def fresh(self) -> TurboCache:
+        return TurboCache(self.bits, self.seed)
+
+    def layouts(
+        self, key_depth: int, value_depth: int
+    ) -> tuple[TurboLayout, TurboLayout]:
+        _, key_bits, value_bits = resolve_kv_bits(self.bits)
+        return (
+            TurboLayout(int(key_bits), key_depth, self.seed),
+            TurboLayout(int(value_bits), value_depth, self.seed + 1),
+        )
+
+    def slab(self, num_places: int) -> TurboSlabCache:
+        return TurboSlabCache(num_places, self.fresh())
 
     def saved(self, length: int) -> TurboState:
-        keys, values = (
-            tuple(own_array(part[:, :, : self.offset]) for part in state)
-            for state in (self.keys, self.values)
+        keys, values = self.state
+        return TurboState(
+            _owned(keys),
+            _owned(values),
+            self.bits,
+            self.seed,
+            (keys.layout.depth, values.layout.depth),
         )
-        return TurboState(keys, values, self.bits, self.seed)
+
+
+def _owned(states: TurboStates) -> tuple[mx.array, ...]:
+    norms, codes = map(own_array, states.parts)
+    return (norms[..., 0], codes)
 
 
 @filed
@@ -52,16 +213,54 @@ class TurboState(LayerState):
     values: tuple[mx.array, ...]
     bits: float
     seed: int
+    #: Widths of heads of keys and values; the first files have none.
+    depths: tuple[int, ...] = ()
     is_whole = True
 
     def reaches(self, length: int) -> bool:
         return length <= int(self.keys[0].shape[2])
 
     def restore(self, length: int) -> TurboCache:
-        cache = TurboCache(bits=self.bits, seed=self.seed)
-        cache.keys, cache.values = (
-            TurboQuantMSEState(*(part[:, :, :length] for part in parts))
-            for parts in (self.keys, self.values)
-        )
-        cache.offset = length
-        return cache
+        cache = TurboCache(self.bits, self.seed)
+        held = (self.keys, self.values)
+        depths = self.depths or (0, 0)
+        states: list[TurboStates] = []
+        for layout, (norms, codes) in zip(cache.layouts(*depths), held, strict=True):
+            if not layout.depth:
+                layout = layout.of_width(codes.shape[3])
+            states.append(layout.states((norms[..., None], codes)).between(0, length))
+        keys, values = states
+        restored: TurboCache = cache.holding(keys, values, length)
+        return restored
+
+
+class TurboSlabCache(CodedSlabCache):
+    """Full attention as slabs of norms and codes."""
+
+    #: The type of what was appended last, in which masks are added.
+    _dtype: mx.Dtype | None = None
+
+    @property
+    def can_trace(self) -> bool:  # type: ignore[override]
+        """On a CPU codes are looked up by numpy, which a graph cannot hold."""
+        return device() is not Device.CPU and self._dtype is not None
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        self._dtype = keys.dtype
+        super().append(keys, values)
+
+    def _mask_dtype(self) -> mx.Dtype:
+        assert self._dtype is not None
+        return self._dtype
+
+    @property
+    def state(self) -> Any:
+        of_keys, of_values = self._layouts
+        keys = of_keys.states(self.keys)
+        values = of_values.states(self.values)
+        if self.few_bits == KERNEL:
+            return keys._replace(by_kernel=True), values
+        if self.few_bits == UNPACKED:
+            wide = (keys.dequantized(), values.dequantized())
+            return tuple(array.astype(self._mask_dtype()) for array in wide)
+        return keys, values

@@ -113,7 +113,6 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     adapter = adapt(model, policy=options.policy)
     _warn_of_tf32(model)
     if options.kv is not None:
-        check_scheme(options.kv)
         check_quantisation(adapter, options.kv)
     compile_products(model)
     policy = replace(options.policy, max_prompt_tokens=options.limits.prompt_tokens)
@@ -408,24 +407,6 @@ def check_device(model_type: str) -> None:
         )
     message = f"{ON_CUDA}: {model_type} is served on CUDA, where answers may be wrong and the process may end: {why}"
     warnings.warn(message, stacklevel=4)
-
-
-#: Environment variable; "slow" serves TurboQuant without fused kernels.
-TURBOQUANT = "VLM_BATCH_TURBOQUANT"
-
-
-def check_scheme(kv: KVQuantisation) -> None:
-    """Refuse TurboQuant away from Metal, unless ``TURBOQUANT`` allows it."""
-    if (
-        kv.scheme == "turboquant"
-        and device() is not Device.METAL
-        and os.environ.get(TURBOQUANT) != "slow"
-    ):
-        raise UnsupportedModel(
-            "scheme='turboquant' is refused here: its fused kernels are Metal's, and without them a decode step takes "
-            "5 to 19 times as long (docs/benchmarks.md, caches). kv_bits=4 in scheme='uniform' takes a fifth more "
-            f"memory and 1.1 to 1.6 times as long; {TURBOQUANT}=slow in the environment serves it all the same"
-        )
 
 
 def adapt(

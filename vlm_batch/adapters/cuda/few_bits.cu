@@ -4,8 +4,8 @@
 // A span begins at a multiple of SPAN columns and is worked on by one block; sums are made in an order that depends on SPAN
 // and the widths alone. So a row's answer is a function of the row: of no other row, and of no column behind its own.
 //
-// Codes are a stream of BITS each, lowest bits first; a number is code * scale + bias, by groups of GROUP. Keys and values are
-// read once for all heads of queries that share them. Sums are float32. Compiled by NVRTC, and as C++ by the tests: nothing of
+// Codes are a stream of BITS each, lowest bits first. What a code means is said by the kind of keys and of values: `Quantized` or
+// `Coded`. Keys and values are read once for all heads of queries that share them. Sums are float32. Compiled by NVRTC, and as C++ by the tests: nothing of
 // CUDA's but the names in tests/block.h.
 
 namespace few_bits {
@@ -22,19 +22,43 @@ struct View {
   __device__ const T* at(long long r, long long h, long long c) const { return begin + r * row + h * head + c * column; }
 };
 
-template <typename S>
+// A number is code * scale + bias, by groups of GROUP_.
+template <typename S, int BITS_, int GROUP_>
 struct Quantized {
+  static constexpr int BITS = BITS_, GROUP = GROUP_;
+  struct By {
+    float scale, bias;
+  };
   View<unsigned int> packed;
   View<S> scales, biases;
+  // What the group of a number in a column is multiplied by.
+  __device__ By by(long long r, long long h, long long c, int number) const {
+    return {float(scales.at(r, h, c)[number / GROUP]), float(biases.at(r, h, c)[number / GROUP])};
+  }
+  __device__ float number(unsigned int code, const By& by) const { return fmaf(float(code), by.scale, by.bias); }
+};
+
+// A number is the code's in a book in shared memory, times the column's norm.
+template <typename S, int BITS_>
+struct Coded {
+  static constexpr int BITS = BITS_, GROUP = 32;
+  struct By {
+    float norm;
+  };
+  View<unsigned int> packed;
+  View<S> norms;
+  const float* book;
+  __device__ By by(long long r, long long h, long long c, int number) const { return {float(*norms.at(r, h, c))}; }
+  __device__ float number(unsigned int code, const By& by) const { return book[code] * by.norm; }
 };
 
 // Code `j` of consecutive codes in words of 32 bits.
 template <int BITS>
-__device__ inline float code_of(const unsigned int* words, int j) {
+__device__ inline unsigned int code_of(const unsigned int* words, int j) {
   const int bit = j * BITS, word = bit / 32, shift = bit % 32;
   unsigned int found = words[word] >> shift;
   if (shift + BITS > 32) found |= words[word + 1] << (32 - shift);
-  return float(found & ((1u << BITS) - 1u));
+  return found & ((1u << BITS) - 1u);
 }
 
 // COUNT words; the address is a multiple of their bytes, up to 16, wherever those are a power of two.
@@ -107,14 +131,14 @@ struct Sizes {
 // row, if IS_MASKED. Leaves, for each head of queries and span, the highest score, in powers of 2, and the sum of weights in
 // `stats` (rows, heads, spans, 2), and the sum of values by weights in `sums` (rows, heads, spans, DEPTH_V); a span of which a
 // row sees nothing has a sum of weights of 0, and no sum of values.
-template <typename T, typename S, typename M, int BITS, int GROUP, int DEPTH_K, int DEPTH_V, int SHARE, int HEADS, bool IS_MASKED>
+template <typename T, typename K, typename V, typename M, int DEPTH_K, int DEPTH_V, int SHARE, int HEADS, bool IS_MASKED>
 __device__ void attend_span(
     const T* queries,
     long long query_row,
     long long query_head,
     long long query_number,
-    const Quantized<S> keys,
-    const Quantized<S> values,
+    const K keys,
+    const V values,
     const M* mask,
     long long mask_row,
     long long mask_column,
@@ -122,7 +146,7 @@ __device__ void attend_span(
     float scale,
     float* sums,
     float* stats) {
-  constexpr int WIDTH_K = up(DEPTH_K, GROUP), WIDTH_V = up(DEPTH_V, GROUP);
+  constexpr int WIDTH_K = up(DEPTH_K, K::GROUP), WIDTH_V = up(DEPTH_V, V::GROUP);
   using Size = Sizes<HEADS, WIDTH_K, WIDTH_V>;
   constexpr int TILES = (SHARE + HEADS - 1) / HEADS;
   constexpr int FOURS = Size::FOURS;
@@ -182,19 +206,18 @@ __device__ void attend_span(
     const int begin = warp / Size::SHARING * (WARP * Size::COLUMNS) + lane;
 #pragma unroll 1
     for (int slice = warp % Size::SHARING; slice < Size::SLICES; slice += Size::SHARING) {
-      unsigned int words[Size::COLUMNS][BITS];
-      float by[Size::COLUMNS], bias[Size::COLUMNS];
+      unsigned int words[Size::COLUMNS][K::BITS];
+      typename K::By by[Size::COLUMNS];
 #pragma unroll
       for (int k = 0; k < Size::COLUMNS; k++) {
         const int column = begin + k * WARP;
         if (column < end) {
-          load_words<BITS>(words[k], keys.packed.at(row, key_head, start + column) + slice * BITS);
-          by[k] = float(keys.scales.at(row, key_head, start + column)[slice * SLICE / GROUP]);
-          bias[k] = float(keys.biases.at(row, key_head, start + column)[slice * SLICE / GROUP]);
+          load_words<K::BITS>(words[k], keys.packed.at(row, key_head, start + column) + slice * K::BITS);
+          by[k] = keys.by(row, key_head, start + column, slice * SLICE);
         } else {
 #pragma unroll
-          for (int i = 0; i < BITS; i++) words[k][i] = 0;
-          by[k] = bias[k] = 0.0f;
+          for (int i = 0; i < K::BITS; i++) words[k][i] = 0;
+          by[k] = {};
         }
       }
 #pragma unroll
@@ -203,7 +226,7 @@ __device__ void attend_span(
 #pragma unroll
         for (int k = 0; k < Size::COLUMNS; k++)
 #pragma unroll
-          for (int j = 0; j < 4; j++) number[k][j] = fmaf(code_of<BITS>(words[k], 4 * unit + j), by[k], bias[k]);
+          for (int j = 0; j < 4; j++) number[k][j] = keys.number(code_of<K::BITS>(words[k], 4 * unit + j), by[k]);
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
           const Four four = query[(h * WIDTH_K + slice * SLICE) / 4 + unit];
@@ -280,13 +303,12 @@ __device__ void attend_span(
 #pragma unroll 4
     for (int c = side; c < end; c += Size::SIDES) {
       if (has_holes && !seen[c]) continue;
-      unsigned int words[(BITS + 3) / 4];
-      load_eight<BITS>(words, values.packed.at(row, key_head, start + c), unit);
-      const float by = float(values.scales.at(row, key_head, start + c)[unit * 8 / GROUP]);
-      const float bias = float(values.biases.at(row, key_head, start + c)[unit * 8 / GROUP]);
+      unsigned int words[(V::BITS + 3) / 4];
+      load_eight<V::BITS>(words, values.packed.at(row, key_head, start + c), unit);
+      const typename V::By by = values.by(row, key_head, start + c, unit * 8);
       float number[8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) number[j] = fmaf(code_of<BITS>(words, j), by, bias);
+      for (int j = 0; j < 8; j++) number[j] = values.number(code_of<V::BITS>(words, j), by);
 #pragma unroll
       for (int f = 0; f < FOURS; f++) {
         const Four four = weights[c * FOURS + f];

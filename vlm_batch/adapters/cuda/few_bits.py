@@ -27,7 +27,6 @@ from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import (
     PackedLayout,
     SlabStates,
-    of_parts,
     of_slab,
     quantize,
 )
@@ -58,7 +57,7 @@ def _views(what: str, first: str) -> str:
         f"{{{name} + {first} * {name}_strides[1], {name}_strides[0], {name}_strides[1], {name}_strides[2]}}"
         for name in (f"{what}_{part}" for part in _PARTS)
     )
-    return f"const few_bits::Quantized<S> {what} = {{{views}}};"
+    return f"const few_bits::Quantized<S, BITS, GROUP> {what} = {{{views}}};"
 
 
 @lru_cache(maxsize=8)
@@ -66,7 +65,7 @@ def span_kernel(scale: float) -> Kernel:
     body = f"""
   {_views("keys", "FIRST_K")}
   {_views("values", "FIRST_V")}
-  few_bits::attend_span<T, S, M, BITS, GROUP, DEPTH_K, DEPTH_V, SHARE, HEADS, IS_MASKED>(
+  few_bits::attend_span<T, decltype(keys), decltype(values), M, DEPTH_K, DEPTH_V, SHARE, HEADS, IS_MASKED>(
       queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
       mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_packed_shape[2], {scale!r}f, sums, stats);
 """
@@ -318,6 +317,5 @@ def example(
 def _in_full(states: SlabStates) -> mx.array:
     """Dequantise to float32 (B, H, C, D)."""
     packed, scales, biases = states.cut().parts
-    return of_parts(
-        [packed, scales.astype(mx.float32), biases.astype(mx.float32)], states.layout
-    ).dequantized()
+    parts = [packed, scales.astype(mx.float32), biases.astype(mx.float32)]
+    return states.layout.states(parts).dequantized()

@@ -1,0 +1,304 @@
+"""TurboQuant: mlx-vlm's numbers, in rows and slabs, by every way of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_vlm.generate.common import maybe_quantize_kv_cache
+from mlx_vlm.models.base import scaled_dot_product_attention
+from mlx_vlm.models.cache import make_prompt_cache
+from mlx_vlm.turboquant import TurboQuantKVCache
+
+from tests.harness import Ask, inputs_of, run, settings_for, shared_adapter
+from tests.kernels import emulated
+from tests.test_kv_quant import IMAGE, TEXT, TURBO, alone, check, generator
+from tests.zoo import apart
+from tests.zoo import family as tiny_family
+from tests.zoo._oracle import generate_alone
+from vlm_batch.adapters import turning
+from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.cuda import turning as cuda
+from vlm_batch.adapters.cuda.turning import TurnedBuild
+from vlm_batch.caches import Placement, lookups, turbo
+from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.caches.turbo import TurboCache
+from vlm_batch.engine.compiled import CompiledDecode
+from vlm_batch.policy import KERNEL
+from vlm_batch.records import DecodeStep
+from vlm_batch.runtime.device import Device
+
+needs_compiler = pytest.mark.skipif(
+    emulated.COMPILER is None, reason="there is no compiler for C++ here"
+)
+
+#: Of keys and of values together, all from 2 to 8.
+BITS = (2, 3.5, 5.5, 6.5, 8)
+
+
+@pytest.fixture(params=["numpy", "operations"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How codes are looked up: a CPU's way, and a GPU's."""
+    if request.param == "operations":
+        monkeypatch.setattr(lookups, "device", lambda: Device.METAL)
+        monkeypatch.setattr(turning, "BLOCK", 2**12)  # several blocks
+    return str(request.param)
+
+
+def filled(
+    bits: float, depth: int, value_depth: int, lengths: tuple[int, ...], seed: int = 0
+) -> tuple[TurboQuantKVCache, TurboCache]:
+    """mlx-vlm's cache and ours, after the same chunks."""
+    mx.random.seed(seed)
+    theirs, ours = TurboQuantKVCache(bits), TurboCache(bits)
+    for length in lengths:
+        keys = mx.random.normal((1, 2, length, depth)) * 3
+        values = mx.random.normal((1, 2, length, value_depth))
+        theirs.update_and_fetch(keys, values)
+        ours.update_and_fetch(keys, values)
+    return theirs, ours
+
+
+@pytest.fixture
+def on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where arrays are on a GPU."""
+    for module in (turning, turbo, lookups):
+        monkeypatch.setattr(module, "device", lambda: Device.METAL)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("depth", "value_depth"), [(64, 64), (80, 80), (20, 20), (192, 128)]
+)
+def test_codes_norms_and_answers_are_mlx_vlms(
+    bits: float, depth: int, value_depth: int, way: str
+) -> None:
+    """Bit for bit what is stored; attention within rounding of mlx-vlm's own for one row, of a step and of a prompt."""
+    theirs, ours = filled(bits, depth, value_depth, (260, 150, 1))
+    for upstream, own in zip(theirs.state, ours.state, strict=True):
+        assert mx.array_equal(upstream.indices, own.codes).item()
+        assert mx.array_equal(upstream.norms, own.norms[..., 0]).item()
+    for length, mask in ((1, None), (7, "causal")):
+        queries = mx.random.normal((1, 6, length, depth))
+        right = scaled_dot_product_attention(
+            queries, *theirs.state, theirs, scale=depth**-0.5, mask=mask
+        )
+        found = attention(queries, *ours.state, None, depth**-0.5, mask)
+        assert mx.allclose(found, right, rtol=0, atol=2e-5).item()
+
+
+#: Families with full attention, whose answers alone are those of mlx-vlm's own loop.
+FAMILIES = (
+    *("aya_vision", "cohere_compass", "dots_ocr", "falcon_h1", "falcon_ocr"),
+    *("gemma4_unified", "glm_ocr", "idefics3", "jina_vlm", "lfm2_vl", "llava"),
+    *("llava_onevision", "mage_vl", "mimo_v2", "mistral3", "molmo", "muse_glimmer"),
+    *("nemotron_h_nano_omni", "pixtral", "smolvlm", "step3p7"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_answers_are_mlx_vlms(name: str) -> None:
+    """With mlx-vlm's caches for one row, in its own loop and classes: the same layers, tokens and log-probabilities."""
+    kv = KVQuantisation(4, scheme="turboquant")
+    model = tiny_family(name).build()
+    caches = make_prompt_cache(model.language_model)
+    maybe_quantize_kv_cache(
+        caches,
+        quantized_kv_start=0,
+        kv_group_size=64,
+        kv_bits=4,
+        kv_quant_scheme="turboquant",
+    )
+    right = generate_alone(model, inputs_of(name, TEXT), 5, prompt_cache=caches)
+    tokens, logprobs = alone(name, TEXT, kv, 5)
+    assert tokens == right.tokens[: len(tokens)]
+    for found, wanted in zip(logprobs, right.logprobs, strict=False):
+        assert apart(found, wanted) < 1e-4
+
+
+def kind(
+    heads: int = 4,
+    kv_heads: int = 2,
+    depth: int = 64,
+    bits: float = 4,
+    *,
+    values: int | None = None,
+    mask: mx.Dtype | None = mx.bool_,
+    is_by_row: bool = True,
+) -> TurnedBuild:
+    layouts = TurboCache(bits).layouts(depth, values or depth)
+    return TurnedBuild(heads, kv_heads, *layouts, mask, is_by_row)
+
+
+KINDS = {
+    "3.5 bits, 8 heads on 1": kind(16, 2, 128, 3.5),
+    "4 bits, 7 heads on 1": kind(14, 2, 64, 4, mask=mx.bfloat16),
+    "2.5 bits, 9 heads on 1": kind(9, 1, 64, 2.5),
+    "5 bits, 96 numbers": kind(8, 4, 96, 5, is_by_row=False),
+    "6.5 bits, no mask": kind(2, 1, 64, 6.5, mask=None),
+    "8 bits of 256": kind(2, 1, 256, 8, mask=mx.float16),
+    "values of another depth": kind(4, 2, 64, 3, values=32),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("one", KINDS.values(), ids=KINDS)
+def test_the_kernel_is_attention(one: TurnedBuild) -> None:
+    """Over rows of one span and of several, with NaN behind each of them."""
+    assert cuda.is_served(one)
+    assert cuda.farthest(one, emulated.run, lengths=(300, 1, 128), columns=320) < 2e-5
+
+
+@needs_compiler
+def test_a_row_is_the_same_alone_and_in_a_wider_slab() -> None:
+    """Bit for bit; and what is not served is not asked of a kernel."""
+    one = kind(8, 1, 64, 3.5)
+    queries, keys, values, mask = cuda.example(one, (200, 150, 400), 512, 1)
+    assert mask is not None
+    together = cuda.attend(queries, keys, values, mask, emulated.run)[1]
+    alone_keys, alone_values = (
+        states.of_row(1).between(0, 256).map(mx.contiguous) for states in (keys, values)
+    )
+    row = mask[1:2, ..., :256]
+    found = cuda.attend(queries[1:2], alone_keys, alone_values, row, emulated.run)[0]
+    assert mx.array_equal(together, found).item()
+    assert not cuda.is_served(kind(depth=80))
+    assert cuda.attend_where_right(queries, keys, values, mask) is None  # on a CPU
+
+
+@needs_compiler
+def test_slabs_are_attended_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with heads of 16 numbers taken for served ones' width."""
+    monkeypatch.setattr(cuda, "device", lambda: Device.CUDA)
+    monkeypatch.setattr(cuda, "on_device", emulated.run)
+    used: list[int] = []
+    right = cuda.attend
+
+    def counted(queries: mx.array, *given: Any) -> mx.array:
+        used.append(len(queries))
+        return right(queries, *given)
+
+    monkeypatch.setattr(cuda, "attend", counted)
+    slab = TurboCache(3.5).slab(3)
+    slab.few_bits = KERNEL
+    slab.resize(3)
+    rows = []
+    for place, length in ((0, 150), (2, 9)):
+        _, own = filled(3.5, 32, 32, (length,), seed=place)
+        slab.put(place, own)
+        rows.append((place, own))
+    keys, values = (mx.random.normal((3, 2, 1, 32)) for _ in range(2))
+    queries = mx.random.normal((3, 6, 1, 32))
+    mask = slab.make_mask(1)
+    all_keys, all_values = slab.update_and_fetch(keys, values)
+    found = attention(queries, all_keys, all_values, slab, 0.2, mask)
+    assert used[-1] == 3  # after the trial
+    for place, own in rows:
+        at = slice(place, place + 1)
+        own_keys, own_values = own.update_and_fetch(keys[at], values[at])
+        alone_found = attention(queries[at], own_keys, own_values, own, 0.2, None)
+        assert mx.allclose(found[at], alone_found, atol=1e-5).item()
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_one_row_on_metal_goes_to_mlx_vlms_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To its own function, which chooses among them; several rows, masks and sinks do not."""
+    theirs, ours = filled(4, 64, 64, (50,))
+    calls: list[int] = []
+    right = TurboQuantKVCache.decode_attention
+
+    def counted(self: Any, queries: mx.array, *given: Any, **named: Any) -> mx.array:
+        calls.append(len(queries))
+        found: mx.array = right(self, queries, *given, **named)
+        return found
+
+    monkeypatch.setattr(TurboQuantKVCache, "decode_attention", counted)
+    queries = mx.random.normal((1, 6, 1, 64))
+    found = attention(queries, *ours.state, None, 0.2, None)
+    assert calls == [1]
+    assert mx.allclose(
+        found, right(theirs, queries, *theirs.state, scale=0.2), atol=1e-6
+    ).item()
+    for mask, sinks in ((mx.arange(50) > 3, None), (None, mx.zeros((6,)))):
+        attention(queries, *ours.state, None, 0.2, mask, sinks)
+    assert calls == [1]
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_slabs_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: norms and codes go through one graph."""
+    graphs: list[int] = []
+    right = CompiledDecode.__call__
+
+    def counted(self: CompiledDecode, step: DecodeStep) -> Any:
+        found = right(self, step)
+        graphs.append(len(self._graphs))
+        return found
+
+    monkeypatch.setattr(CompiledDecode, "USES_BEFORE_GRAPH", 0)
+    monkeypatch.setattr(CompiledDecode, "__call__", counted)
+    engine = generator(
+        "qwen2_vl", TURBO, policy=settings_for(Placement.SLAB), compile_decode=True
+    )
+    asks = [Ask(IMAGE), Ask(TEXT, at=2, tokens=4)]
+    adapter = shared_adapter("qwen2_vl")
+    answers = run(
+        adapter, lambda key: inputs_of("qwen2_vl", key), asks, generator=engine
+    )
+    assert graphs[-1]
+    monkeypatch.undo()
+    check("qwen2_vl", answers, TURBO)
+
+
+@pytest.mark.parametrize("masked", ["none", "bool", "added", "by head"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_masks_and_sinks(masked: str, has_sinks: bool, way: str) -> None:
+    """A step as MLX's attention over what is stored."""
+    _, first = filled(3.5, 32, 48, (40,), seed=1)
+    _, second = filled(3.5, 32, 48, (40,), seed=2)
+    keys, values = (
+        one.layout.states(
+            [
+                mx.concatenate(list(pair))
+                for pair in zip(one.parts, other.parts, strict=True)
+            ]
+        )
+        for one, other in zip(first.state, second.state, strict=True)
+    )
+    seen = mx.random.uniform(shape=(2, 1, 1, 40)) > 0.4
+    masks = {
+        "none": None,
+        "bool": seen,
+        "added": mx.where(seen, 0.0, -1e9),
+        "by head": mx.random.uniform(shape=(2, 8, 1, 40)) > 0.4,
+    }
+    sinks = mx.random.normal((8,)) if has_sinks else None
+    queries = mx.random.normal((2, 8, 1, 32))
+    found = attention(queries, keys, values, None, 0.2, masks[masked], sinks)
+    right = mx.fast.scaled_dot_product_attention(
+        queries,
+        keys.dequantized(),
+        values.dequantized(),
+        scale=0.2,
+        mask=masks[masked],
+        sinks=sinks,
+    )
+    assert mx.allclose(found, right, atol=1e-5).item()
+
+
+def test_what_float16_has_no_norm_for_stays_finite() -> None:
+    """mlx-vlm stores an infinite norm, and its answer is not a number."""
+    theirs, ours = TurboQuantKVCache(4), TurboCache(4)
+    large = mx.ones((1, 2, 3, 64)) * 1e5
+    queries = mx.ones((1, 2, 1, 64)) * 1e-6
+    for cache in (theirs, ours):
+        cache.update_and_fetch(large, large)
+    right = scaled_dot_product_attention(
+        queries, *theirs.state, theirs, scale=1.0, mask=None
+    )
+    found = attention(queries, *ours.state, None, 1.0, None)
+    assert not mx.isfinite(right).all().item()
+    assert mx.isfinite(found).all().item()

@@ -1,0 +1,389 @@
+"""Attention over TurboQuant's codes.
+
+A rotation keeps products: the rotated query times a rotated key is the query times the key. So a step rotates its queries,
+and its output back, and never a key or a value. Directions are looked up a block of columns at a time; norms scale scores
+and weights, which are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_vlm.turboquant import (
+    TurboQuantKVCache,
+    TurboQuantMSEState,
+    _TurboQuantMSECodec,
+)
+
+from vlm_batch.adapters.masks import added
+from vlm_batch.arrays import joined
+from vlm_batch.caches import lookups
+from vlm_batch.caches.rows import RowStates
+from vlm_batch.caches.turbo import TurboLayout, TurboStates
+from vlm_batch.runtime import exponentials
+from vlm_batch.runtime.device import Device, device
+from vlm_batch.runtime.exponentials import view
+
+#: The most numbers of keys or values that a step looks up at a time, on a GPU.
+BLOCK = 2**24
+#: OpenBLAS multiplies without packing where a product has so few numbers, on a CPU.
+PRODUCT = 1024
+#: The fewest columns of a block on a CPU.
+FEWEST_COLUMNS = 64
+#: What a mask adds to hidden scores.
+HIDDEN = np.finfo(np.float32).min
+#: Attention in the rotated space: (queries (B, H, 1, D), keys, values, mask) -> output; None where it cannot.
+Kernel: TypeAlias = Callable[
+    [mx.array, TurboStates, TurboStates, mx.array | None], mx.array | None
+]
+#: One row's keys and values.
+Pair: TypeAlias = tuple[TurboStates, TurboStates]
+#: Attention over arrays: (queries, keys, values, scale, mask) -> output.
+Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
+
+
+def attend_prompt(
+    attend: Attend,
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend with several queries (B, H, L, D), which share one look-up of all keys and values."""
+    dtype = queries.dtype
+    turned = keys.layout.rotated(queries).astype(dtype)
+    wide_keys, wide_values = (
+        states.rotated().astype(dtype) for states in (keys, values)
+    )
+    if sinks is None:
+        output = attend(turned, wide_keys, wide_values, scale, mask)
+    else:
+        output = mx.fast.scaled_dot_product_attention(
+            turned, wide_keys, wide_values, scale=scale, mask=mask, sinks=sinks
+        )
+    return values.layout.restored(output.astype(mx.float32)).astype(dtype)
+
+
+def attend_apart(
+    attend: Callable[..., mx.array],
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend with each row's queries separately."""
+    has_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
+    rows: list[mx.array] = []
+    for row in range(queries.shape[0]):
+        own = slice(row, row + 1)
+        seen = mask[own] if has_rows else mask
+        states = (keys.of_row(row), values.of_row(row))
+        rows.append(attend(queries[own], *states, scale, seen, sinks))
+    return mx.concatenate(rows)
+
+
+def attend_step(
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+    kernel: Kernel,
+) -> mx.array:
+    """Attend with one query a row (B, H, 1, D).
+
+    Args:
+        kernel: Attends if ``keys.by_kernel``, where it can.
+        mask: for (B, H, 1, K), bool (True attends) or additive; None and "causal" hide nothing.
+        sinks: (H,) scores that take weight and have no value.
+    """
+    batch, heads, _, _ = queries.shape
+    groups = keys.shape[1]
+    if _takes_upstreams(queries, mask, sinks):
+        return _by_upstream(queries, keys, values, scale)
+    turned = _turned(queries, keys, scale)
+    mask = _by_group(mask, groups, heads) if isinstance(mask, mx.array) else None
+    by_head = _by_head(sinks, groups, heads)
+    output = None
+    if keys.by_kernel and sinks is None:
+        output = _by_kernel(kernel, turned, keys, values, mask)
+    elif lookups.is_numpys():
+        rows = range(batch)
+        pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
+        output = _by_numpy(turned, pairs, mask, by_head)
+    if output is None:
+        output = _by_blocks(turned, keys, values, mask, by_head, queries.dtype)
+    restored = values.layout.restored(output)
+    return restored.reshape(batch, heads, 1, -1).astype(queries.dtype)
+
+
+def _turned(queries: mx.array, keys: TurboStates, scale: float) -> mx.array:
+    """Return scaled queries (B, H, 1, D), rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
+    batch, heads, _, depth = queries.shape
+    groups = keys.shape[1]
+    scaled = queries.astype(mx.float32) * scale
+    return keys.layout.rotated(scaled.reshape(batch, groups, heads // groups, depth))
+
+
+def _by_head(sinks: mx.array | None, groups: int, heads: int) -> mx.array | None:
+    """Return sinks (H,) beside scores (B, G, R, K)."""
+    if sinks is None:
+        return None
+    return sinks.astype(mx.float32).reshape(1, groups, heads // groups, 1)
+
+
+def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
+    """Return a mask of (B, H, 1, K) for scores (B, G, R, K)."""
+    if mask.ndim < 4:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    if mask.shape[1] == 1:
+        return mask  # the same for all layers, which make numbers of it once
+    return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+
+
+# By kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _takes_upstreams(queries: mx.array, mask: Any, sinks: mx.array | None) -> bool:
+    """Whether mlx-vlm's fused kernels, which are Metal's and for one row, take a step."""
+    is_plain = sinks is None and not isinstance(mask, mx.array)
+    return is_plain and queries.shape[0] == 1 and device() is Device.METAL
+
+
+def _by_upstream(
+    queries: mx.array, keys: TurboStates, values: TurboStates, scale: float
+) -> mx.array:
+    """Attend with one row's query (1, H, 1, D) by mlx-vlm's own function: (1, H, 1, D_v)."""
+    given = [
+        TurboQuantMSEState(states.norms[..., 0], states.codes)
+        for states in (keys, values)
+    ]
+    cache = _upstreams_cache(keys.layout, values.layout)
+    found: mx.array = cache.decode_attention(queries, *given, scale=scale)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _upstreams_cache(keys: TurboLayout, values: TurboLayout) -> TurboQuantKVCache:
+    """Return an empty cache of mlx-vlm's with these codecs."""
+    cache = TurboQuantKVCache(keys.bits, keys.seed, keys.bits, values.bits)
+    cache.key_codec, cache.value_codec = (
+        _TurboQuantMSECodec(layout.depth, layout.bits, layout.seed)
+        for layout in (keys, values)
+    )
+    return cache
+
+
+def _by_kernel(
+    kernel: Kernel,
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    mask: mx.array | None,
+) -> mx.array | None:
+    """Attend with rotated queries (B, G, R, D) by a kernel, where it can."""
+    batch, groups, shared, depth = queries.shape
+    apart = queries.reshape(batch, groups * shared, 1, depth)
+    found = kernel(apart, keys, values, mask)
+    return None if found is None else found.reshape(batch, groups, shared, -1)
+
+
+# By operations of MLX -------------------------------------------------------------------------------------------------
+
+
+def _by_blocks(
+    queries: mx.array,
+    keys: TurboStates,
+    values: TurboStates,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+    dtype: mx.Dtype,
+) -> mx.array:
+    """Attend with rotated queries (B, G, R, D), by products in ``dtype``: rotated (B, G, R, D_v)."""
+    found = [
+        queries.astype(dtype)
+        @ keys.between(begin, end).directions().astype(dtype).swapaxes(-1, -2)
+        for begin, end in _blocks(keys)
+    ]
+    scores = joined(found, axis=3).astype(mx.float32) * _row_of(keys.norms)
+    if mask is not None:
+        scores = scores + added(mask, mx.float32)
+    weights = _softmax(scores, sinks) * _row_of(values.norms)
+    total: Any = 0
+    for begin, end in _blocks(values):
+        block = values.between(begin, end).directions().astype(dtype)
+        part = weights[..., begin:end].astype(dtype) @ block
+        total = total + part.astype(mx.float32)
+    return total  # type: ignore[no-any-return]
+
+
+def _row_of(norms: mx.array) -> mx.array:
+    """Return norms (B, G, K, 1) beside scores (B, G, R, K)."""
+    return norms.astype(mx.float32).swapaxes(-1, -2)
+
+
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Return the weights (B, G, R, K) of scores."""
+    if sinks is None:
+        return mx.softmax(scores, axis=-1)
+    column = mx.broadcast_to(sinks, (*scores.shape[:3], 1))
+    with_sinks = mx.concatenate([scores, column], axis=-1)
+    return mx.softmax(with_sinks, axis=-1)[..., :-1]
+
+
+def _blocks(states: TurboStates) -> Iterator[tuple[int, int]]:
+    """Yield [begin, end) of blocks of columns."""
+    batch, groups, columns, depth = states.shape
+    step = max(1, BLOCK // (batch * groups * depth))
+    for begin in range(0, columns, step):
+        yield begin, min(begin + step, columns)
+
+
+# By numpy, on a CPU ----------------------------------------------------------------------------------------------------
+
+
+def attend_rows(
+    queries: mx.array,
+    keys: RowStates,
+    values: RowStates,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attend with one query (B, H, 1, D) of each row over its own cache, all in one call; None on a GPU.
+
+    Empty places give zeros.
+    """
+    if not lookups.is_numpys() or mask is not None:
+        return None
+    pairs: list[Pair | None] = []
+    like: Pair | None = None
+    for run, other in zip(keys.runs, values.runs, strict=True):
+        if run.state is None:
+            pairs.append(None)
+            continue
+        if run.count != 1 or not isinstance(run.state, TurboStates):
+            return None
+        like = (run.state, cast(TurboStates, other.state))
+        pairs.append(like)
+    if like is None:
+        return None
+    batch, heads, _, _ = queries.shape
+    groups, layout = like[0].shape[1], like[1].layout
+    turned = _turned(queries, like[0], scale)
+    found = _by_numpy(turned, pairs, None, _by_head(sinks, groups, heads))
+    if found is None:
+        return None
+    return layout.restored(found).reshape(batch, heads, 1, -1).astype(queries.dtype)
+
+
+def _by_numpy(
+    queries: mx.array,
+    pairs: Sequence[Pair | None],
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Do what ``_by_blocks`` does for each row's keys and values, in one evaluation; codes are looked up by numpy.
+
+    None while MLX traces. A row's numbers depend on that row alone.
+    """
+    live = [pair for pair in pairs if pair is not None]
+    parts = [part for pair in live for states in pair for part in states.parts]
+    given = [one for one in (mask, sinks) if one is not None]
+    if not exponentials.evaluated(queries, *parts, *given):
+        return None
+    hidden = None if mask is None else _numbers(mask)
+    extra = None if sinks is None else view(sinks)[0]
+    batch, groups, shared, _ = queries.shape
+    found = np.zeros((batch, groups, shared, live[0][1].layout.depth), np.float32)
+    rows = view(queries)
+    with np.errstate(all="ignore"):
+        for row, pair in enumerate(pairs):
+            if pair is None:
+                continue
+            own = None if hidden is None else hidden[min(row, len(hidden) - 1)]
+            keys, values = map(_CodedRow.of, pair)
+            found[row] = _attend_row(rows[row], keys, values, own, extra)
+    return mx.array(found)
+
+
+def _numbers(mask: mx.array) -> np.ndarray:
+    """Return a mask as numbers to add (B, G, R, K)."""
+    if mask.dtype != mx.bool_:
+        return np.array(mask.astype(mx.float32))
+    return np.where(np.array(mask), np.float32(0), HIDDEN)
+
+
+class _CodedRow(NamedTuple):
+    """One row's coded keys or values, in numpy's eyes."""
+
+    norms: np.ndarray  # (G, 1, K)
+    words: np.ndarray  # (G, K, W)
+    layout: TurboLayout
+
+    @classmethod
+    def of(cls, states: TurboStates) -> _CodedRow:
+        norms, codes = map(view, states.parts)
+        return cls(norms[0].swapaxes(-1, -2), codes[0], states.layout)
+
+    def until(self, end: int) -> _CodedRow:
+        return self._replace(norms=self.norms[..., :end], words=self.words[:, :end])
+
+    def blocks(self, shared: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield columns, and their directions (G, K, D), for ``shared`` rows of a product."""
+        columns = self.words.shape[1]
+        step = max(FEWEST_COLUMNS, PRODUCT // shared)
+        for begin in range(0, columns, step):
+            own = slice(begin, min(begin + step, columns))
+            block = lookups.block(self.words[:, own], *self.layout.coding)
+            yield own, block[..., : self.layout.depth]
+
+
+def _attend_row(
+    queries: np.ndarray,
+    keys: _CodedRow,
+    values: _CodedRow,
+    mask: np.ndarray | None,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    """Attend with one row's rotated queries (G, R, D): rotated (G, R, D_v). ``mask``: (G or 1, R or 1, K)."""
+    if mask is not None:
+        end = _end(mask)
+        keys, values, mask = keys.until(end), values.until(end), mask[..., :end]
+    groups, shared, _ = queries.shape
+    scores = np.empty((groups, shared, keys.words.shape[1]), np.float32)
+    for own, block in keys.blocks(shared):
+        scores[..., own] = queries @ block.swapaxes(-1, -2)
+    scores *= keys.norms
+    if mask is not None:
+        scores += mask
+    highest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = np.maximum(highest, sinks)
+    scores -= highest
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks - highest)
+    scores *= values.norms
+    output = np.zeros((groups, shared, values.layout.depth), np.float32)
+    for own, block in values.blocks(shared):
+        output += scores[..., own] @ block
+    output /= total
+    return output
+
+
+def _end(mask: np.ndarray) -> int:
+    """Return how many columns any head sees, up to the last."""
+    is_seen = (mask > HIDDEN / 2).reshape(-1, mask.shape[-1]).any(axis=0)
+    columns = np.nonzero(is_seen)[0]
+    return int(columns[-1]) + 1 if columns.size else 1
