@@ -305,7 +305,7 @@ def _kinds_of_positions(part: Mapping[str, Any]) -> dict[str, str]:
 
 def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
     """Insert ``vision_model`` in tensors' names where mlx-vlm has it."""
-    there = {str(name) for name, _ in tree_flatten(model.parameters())}
+    there = set(map(str, dict(tree_flatten(model.parameters()))))
     renamed = {}
     for name, value in weights.items():
         nested = _nested(name)
