@@ -7,7 +7,7 @@ token wastes a column.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.arrays import as_mlx
@@ -124,6 +124,8 @@ class BatchGenerator:
         self._launched: list[Flight | Part] = []
         # set by any thread: a step begins no further picture or prompt
         self.is_ending = False
+        # clients from whom something has come since the step began
+        self.callers: Callable[[], Sequence[int]] = tuple
 
     def warm_up(self) -> Iterator[None]:
         """Run a made-up forward of the next shape for each ``next``."""
@@ -201,25 +203,35 @@ class BatchGenerator:
         """Run a step. Returns its events."""
         begin = time.perf_counter()
         before, self._launched = self._launched, []
-        before = self._draft(before)
-        free, held = self._decode(self._planner.decode())
-        num_decoding = len(self.rows.batch)
+        plan = self._planner.decode()
+        self._give_way(plan)
+        free, held = [], []
+        num_decoding = 0
+        self._begin_patience()
+        if not plan.is_still:
+            before = self._draft(before)
+            free, held = self._decode()
+            num_decoding = len(self.rows.batch)
         self._choose(free)
         self.telling.read(before)
         self._choose(self.telling.in_time(held))
         self._read_last()
         joined, encoding = self._fill_places()
         chunks = self._planner.chunks(begin, encoding)
-        self._choose(joined + self._join(self._prefill(chunks)))
-        self._time_drafts(is_alone=not (joined or encoding or chunks))
-        self._record(begin, encoding, num_decoding, chunks)
+        prefilled, num_tokens = self._prefill(chunks, has_launched=encoding > 0)
+        self._choose(joined + self._join(prefilled))
+        is_alone = not (plan.is_still or joined or encoding or chunks)
+        self._time_drafts(is_alone=is_alone)
+        self._record(begin, encoding, num_decoding, num_tokens)
         return self._tell()
+
+    def _begin_patience(self) -> None:
+        has_others = any(row.answer.guide is None for row in self.rows.batch.rows)
+        self.telling.patience.begin(beside_others=has_others)
 
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
         """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""
         batch, patience = self.rows.batch, self.telling.patience
-        has_others = any(row.answer.guide is None for row in batch.rows)
-        patience.begin(beside_others=has_others)
         if self.drafts is None or not self.drafts.wants(batch.groups):
             return before
         self.telling.read(before)
@@ -227,24 +239,26 @@ class BatchGenerator:
         self.retry.settle_all(self.drafts.propose(batch, patience))
         return []
 
-    def _decode(self, plan: DecodePlan) -> tuple[list[Part], list[Part]]:
-        """Launch the forwards of the rows that go on. Returns the parts to choose from at once, and once tokens are read."""
-        batch = self.rows.batch
-        for row in batch.misplaced():
-            self.retry.attempt(row, batch.move, row)
+    def _give_way(self, plan: DecodePlan) -> None:
+        """Take places from rows."""
         for row in self._rows_of(plan.outgrown):
             self.retry.outgrow(row)
         self._refuse(plan.refused)
-        due = {one.request_id: one.is_for_due for one in plan.yields}
+        for one in plan.yields:
+            row = self.rows.ledger[one.request_id]
+            if self.retry.attempt(row, self.rows.park, row):
+                row.gave_way |= one.is_for_due
+
+    def _decode(self) -> tuple[list[Part], list[Part]]:
+        """Launch the forwards. Returns the parts to choose from at once, and once tokens are read."""
+        batch = self.rows.batch
+        for row in batch.misplaced():
+            self.retry.attempt(row, batch.move, row)
         found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
-            decode = attempt(group.rows, self.runner.decode, group, due, is_shared=True)
+            decode = attempt(group.rows, self.runner.decode, group, is_shared=True)
             for part in self.retry.made(decode):
-                row = part.rows[0]
-                if row.request_id not in due:
-                    found[part.is_held].append(part)
-                elif self.retry.attempt(row, self.rows.park, row, part.logits):
-                    row.gave_way |= due[row.request_id]
+                found[part.is_held].append(part)
         return found[False], found[True]
 
     def _choose(self, parts: Sequence[Part]) -> None:
@@ -281,7 +295,7 @@ class BatchGenerator:
                 break
             may_go_on = self._encode(self._rows_of(plan.encoded))
             seconds = time.perf_counter() - begin
-            if not may_go_on:
+            if not may_go_on or self._is_called():
                 break
         return joined, seconds
 
@@ -292,28 +306,39 @@ class BatchGenerator:
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 
-    def _prefill(self, plan: Sequence[Work]) -> list[Row]:
-        """Launch chunks. Returns the rows whose prompts end."""
+    def _is_called(self) -> bool:
+        """Return whether others are to rest: whoever comes waits for what is launched, and for no more."""
+        return self._planner.is_called(self.callers())
+
+    def _prefill(
+        self, plan: Sequence[Work], *, has_launched: bool
+    ) -> tuple[list[Row], int]:
+        """Launch chunks. Returns the rows whose prompts end, and the tokens that were launched."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
+        num_tokens = 0
         works = plan if len(plan) < 2 else self.runner.group(plan)
         for work in works:
-            if self.is_ending:
+            if self.is_ending or (has_launched and self._is_called()):
                 break
+            has_launched = True
             for part in self.retry.made(self.runner.prefill(work)):
-                last[part.rows[0]] = part
+                row = part.rows[0]
+                last[row] = part
+                num_tokens += row.prompt.prefilled - work.begin
         self._launched += last.values()
         for row, part in last.items():
             if part.logits is not None:
                 self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
-        return [row for row in last if row.stage is Stage.READY]
+        return [row for row in last if row.stage is Stage.READY], num_tokens
 
     def _join(self, rows: Sequence[Row]) -> list[Part]:
-        """Move ready rows to the batch. Returns their parts."""
+        """Move ready rows to the batch. Returns the parts of those whose next token is to be chosen."""
         joined: list[Part] = []
         for at, row in enumerate(rows, 1):
-            part = Part([row], row.prompt.logits)
-            if self.retry.attempt(row, self.rows.join, row, len(rows) - at):
-                joined.append(part)
+            logits = row.prompt.logits
+            has_joined = self.retry.attempt(row, self.rows.join, row, len(rows) - at)
+            if has_joined and logits is not None:
+                joined.append(Part([row], logits))
         return joined
 
     # The end of a step
@@ -326,13 +351,12 @@ class BatchGenerator:
             self.drafts.launched(groups[0].num_positions if is_one else 0)
 
     def _record(
-        self, begin: float, encoding: float, num_decoding: int, plan: Sequence[Work]
+        self, begin: float, encoding: float, num_decoding: int, tokens: int
     ) -> None:
         """Record what the step took."""
         if not num_decoding:
             return
         seconds = time.perf_counter() - begin - encoding
-        tokens = sum(work.end - work.begin for work in plan)
         self.telling.patience.end(seconds)
         self._pace.record(seconds, tokens)
         are_waiting = self.rows.ledger.num(Stage.PREPARED, Stage.ENCODED) > 0

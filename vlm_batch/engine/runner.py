@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +67,8 @@ class Runner:
         self._shapes = shapes
         self._stops = (kv.start,) if kv is not None and kv.start else ()
 
-    def decode(self, group: DecodeBatch, yielding: Collection[str] = ()) -> list[Part]:
-        """Launch a group's forward. A row whose next token depends on the last is a part of its own.
-
-        Args:
-            yielding: ids of rows that yield their places, which are parts of their own, too.
-        """
+    def decode(self, group: DecodeBatch) -> list[Part]:
+        """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
         logits = self._decoder.logits(group, rows)
@@ -82,8 +78,7 @@ class Runner:
             answer = row.answer
             answer.num_fed = answer.num_sampled
             is_plain = answer.guide is None and not answer.drafter.ahead
-            is_apart = not is_plain and _is_chosen_apart(row)
-            if is_apart or row.request_id in yielding:
+            if not is_plain and _is_chosen_apart(row):
                 alone.add(row)
         if not alone:
             return [Part(rows, logits)]
