@@ -124,6 +124,8 @@ class BatchGenerator:
         self._launched: list[Flight | Part] = []
         # set by any thread: a step begins no further picture or prompt
         self.is_ending = False
+        # whether the last step had others rest for a row that is still being prepared
+        self.is_waiting = False
         # clients from whom something has come since the step began
         self.callers: Callable[[], Sequence[int]] = tuple
 
@@ -216,12 +218,15 @@ class BatchGenerator:
         self.telling.read(before)
         self._choose(self.telling.in_time(held))
         self._read_last()
-        joined, encoding = self._fill_places()
+        has_decoded = num_decoding > 0
+        joined, encoding = self._fill_places(has_launched=has_decoded)
         chunks = self._planner.chunks(begin, encoding)
-        prefilled, num_tokens = self._prefill(chunks, has_launched=encoding > 0)
+        has_launched = has_decoded or encoding > 0
+        prefilled, num_tokens = self._prefill(chunks, has_launched=has_launched)
         self._choose(joined + self._join(prefilled))
-        is_alone = not (plan.is_still or joined or encoding or chunks)
-        self._time_drafts(is_alone=is_alone)
+        has_prompts = bool(joined or encoding or chunks)
+        self._time_drafts(is_alone=not (plan.is_still or has_prompts))
+        self.is_waiting = plan.is_still and not has_prompts
         self._record(begin, encoding, num_decoding, num_tokens)
         return self._tell()
 
@@ -278,12 +283,13 @@ class BatchGenerator:
 
     # Rows on their way to a place
 
-    def _fill_places(self) -> tuple[list[Part], float]:
+    def _fill_places(self, *, has_launched: bool) -> tuple[list[Part], float]:
         """Encode the first rows in line and place those that fit. Returns parts that joined, and seconds of encoding."""
         begin, seconds = time.perf_counter(), 0.0
         joined: list[Part] = []
         self.runner.encoding.step()
-        while not self.is_ending:
+        while not (self.is_ending or (has_launched and self._is_called())):
+            has_launched = True
             plan = self._planner.prompts(seconds)
             if plan == NO_PROMPTS:
                 break
@@ -295,7 +301,7 @@ class BatchGenerator:
                 break
             may_go_on = self._encode(self._rows_of(plan.encoded))
             seconds = time.perf_counter() - begin
-            if not may_go_on or self._is_called():
+            if not may_go_on:
                 break
         return joined, seconds
 

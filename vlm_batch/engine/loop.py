@@ -75,6 +75,8 @@ class _Totals:
         )
 
 
+#: Seconds that the engine waits at a time for a row's inputs, while others rest for it.
+WAIT_SECONDS = 0.005
 #: The client of messages for which nobody hurries.
 NO_CLIENT = -1
 
@@ -277,6 +279,8 @@ class EngineLoop:
         """Return the next message, or None at the end. Raises queue.Empty if there is none and work to do."""
         if self._seen:
             return self._seen.popleft()
+        if self._is_busy and self.generator.is_waiting:
+            return self._inbox.get(timeout=WAIT_SECONDS)
         return self._inbox.get(block=not self._is_busy and self._warming is None)
 
     def _callers(self) -> list[int]:

@@ -42,6 +42,8 @@ class Planner:
         self._pace = pace
         self._policy = policy
         self._resting, self._is_still = schedule.NOBODY, False
+        # whether a step was cut short for a client
+        self._is_called = False
         self._rested = 0.0  # seconds that clients have rested more than not
         self._looked_at = self._decoded_at = 0.0
 
@@ -81,18 +83,18 @@ class Planner:
         if not callers or not self._may_rest:
             return False
         clients = self._rows.clients()
-        for client in callers:
-            if clients.resting(client, clients.placed.get(client, 0)):
-                return True
-        return False
+        self._is_called = any(
+            clients.resting(client, clients.placed.get(client, 0)) for client in callers
+        )
+        return self._is_called
 
     def _note_rest(self, now: float) -> None:
         """Count the time since the last plan."""
         seconds = now - self._looked_at
-        if not self._resting:
+        if not (self._resting or self._is_called):
             seconds = -seconds
         self._rested = max(0.0, self._rested + seconds)
-        self._looked_at = now
+        self._looked_at, self._is_called = now, False
 
     def _follow(self, plan: schedule.DecodePlan, now: float) -> schedule.DecodePlan:
         self._resting, self._is_still = plan.resting, plan.is_still
@@ -111,7 +113,7 @@ class Planner:
             row.request_id,
             row.client,
             clients.placed.get(row.client, 0) - (row.stage in PLACED),
-            is_coming=row.stage is Stage.PROCESSING,
+            is_coming=row.stage is Stage.PROCESSING and not _is_quick(row),
             wanted=tokens(row) if needs_place else 0,
         )
 
@@ -202,6 +204,15 @@ class Planner:
     def _may_encode(self, request_id: str) -> bool:
         """Return whether the encoder has room for a row's pictures beside other rows."""
         return self._runner.encoding.fits(picture_bytes(self._ledger[request_id]))
+
+
+def _is_quick(row: Row) -> bool:
+    """Return whether a row's processor takes less than a step."""
+    loading = row.prompt.loading
+    if loading is None or row.params.form is not None:
+        return False
+    question = loading.question
+    return not (question.media or question.takes_long)
 
 
 def _live(row: Row) -> schedule.LiveRow:
