@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import threading
@@ -33,8 +34,8 @@ from vlm_batch.types import Request
 CHAT, BULK = "chat-key", "bulk-key"
 NUMBERS = {("burst", CHAT): 1, ("burst", BULK): 2, ("batch", CHAT): 1}
 NUMBERS |= {("batch", BULK): -1}
-#: Rows of a batch's file: more than are answered meanwhile.
-BATCH_ROWS = 4000
+#: Different requests of the bulk's: more than are answered meanwhile.
+BULK_REQUESTS = 1500
 #: Seconds until the bulk's rows fill all places, and of its throughput beside nobody.
 FILL_SECONDS = 3.0
 
@@ -49,18 +50,45 @@ class Client(Local):
         return replace(request, client=self.number)
 
 
+@dataclass(frozen=True)
+class ChatClient(BenchedServer):
+    """A client that is told of each token, also of those without text."""
+
+    def prepare(self, request: Request) -> bytes:
+        body = json.loads(super().prepare(request))
+        return json.dumps({**body, "logprobs": True}).encode()
+
+    def ask(self, prepared: Any) -> TimedAnswer:
+        connection, path = self.connect()
+        headers = {"Authorization": f"Bearer {self.key}"}
+        headers["Content-Type"] = "application/json"
+        times: list[float] = []
+        begin = time.perf_counter()
+        connection.request("POST", path, prepared, headers)
+        response = connection.getresponse()
+        for line in response:
+            is_event = line.startswith(b"data: {")
+            choices = json.loads(line[6:])["choices"] if is_event else []
+            if choices and choices[0].get("logprobs"):
+                times.append(time.perf_counter() - begin)
+        connection.close()
+        error = None if times else f"HTTP {response.status}, no tokens"
+        seconds = time.perf_counter() - begin
+        return TimedAnswer(pieces=tuple(times), seconds=seconds, error=error)
+
+
 @dataclass
 class Bulk:
-    """Pictures that are asked until ``stop``."""
+    """Pictures, ``width`` at a time, until the block ends."""
 
     ask: Callable[[int], TimedAnswer]
     width: int
-    ended: list[float] = field(default_factory=list)
+    ended: Any = field(default_factory=lambda: multiprocessing.Value("i", 0))
     errors: list[str] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
 
     def count(self) -> int:
-        return len(self.ended)
+        return int(self.ended.value)
 
     @contextmanager
     def going(self) -> Iterator[Bulk]:
@@ -77,8 +105,45 @@ class Bulk:
             answer = self.ask(index)
             if answer.error is not None:
                 self.errors.append(answer.error)
-            self.ended.append(time.perf_counter())
+            with self.ended.get_lock():
+                self.ended.value += 1
             index += self.width
+
+
+@dataclass
+class Burst:
+    """A client of a server that is a process of its own, and has ``width`` pictures under way."""
+
+    target: BenchedServer
+    bodies: Sequence[bytes]
+    width: int
+    ended: Any = field(default_factory=lambda: multiprocessing.Value("i", 0))
+    errors: list[str] = field(default_factory=list)
+
+    def count(self) -> int:
+        return int(self.ended.value)
+
+    @contextmanager
+    def going(self) -> Iterator[Burst]:
+        process = multiprocessing.Process(target=self._run, daemon=True)
+        process.start()
+        try:
+            yield self
+            if not process.is_alive():
+                raise RuntimeError("the bulk's client has failed")
+        finally:
+            process.kill()
+            process.join()
+
+    def _run(self) -> None:
+        bulk = Bulk(self._ask, self.width, self.ended)
+        with bulk.going():
+            while not bulk.errors:
+                time.sleep(0.2)
+            raise RuntimeError(bulk.errors[0])
+
+    def _ask(self, index: int) -> TimedAnswer:
+        return self.target.ask(self.bodies[index % len(self.bodies)])
 
 
 @dataclass
@@ -98,8 +163,8 @@ class FileBatch:
     def going(self) -> Iterator[FileBatch]:
         rows = [
             {"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions"}
-            | {"body": self.bodies[at % len(self.bodies)]}
-            for at in range(BATCH_ROWS)
+            | {"body": body}
+            for at, body in enumerate(self.bodies)
         ]
         lines = "\n".join(map(json.dumps, rows))
         parts = [("purpose", "batch"), ('file"; filename="a.jsonl', lines)]
@@ -166,14 +231,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(
-    target: Any, bulk: Bulk | FileBatch, load: Load, pause: float
+    target: Any, bulk: Bulk | Burst | FileBatch, load: Load, pause: float
 ) -> dict[str, Any]:
     """Chats alone, then beside the bulk work, which runs by itself before."""
     chats(target, replace(load, seed=load.seed + 2), pause=0, count=3)
     alone = chats(target, load, pause=pause / 10)
     with bulk.going():
         time.sleep(FILL_SECONDS)
-        seconds, by_itself = _rate(bulk, lambda: time.sleep(4 * FILL_SECONDS))
+        _, by_itself = _rate(bulk, lambda: time.sleep(4 * FILL_SECONDS))
         beside: list[TimedAnswer] = []
         other = replace(load, seed=load.seed + 1)
         _, with_chats = _rate(
@@ -190,7 +255,9 @@ def compare(
     return {**found, "bulk_per_second": bulk_found}
 
 
-def _rate(bulk: Bulk | FileBatch, work: Callable[[], None]) -> tuple[float, float]:
+def _rate(
+    bulk: Bulk | Burst | FileBatch, work: Callable[[], None]
+) -> tuple[float, float]:
     """Return how long something takes, and the bulk's answers a second meanwhile."""
     begin, before = time.perf_counter(), bulk.count()
     work()
@@ -226,7 +293,7 @@ def main() -> None:
     )
     side = options.side
     pages = Load(
-        requests=BATCH_ROWS,
+        requests=BULK_REQUESTS,
         picture_share=1.0,
         prompt_words=(24, 24),
         answer_tokens=(32, 128),
@@ -254,12 +321,11 @@ def _served(
     command = servers(model, options.rows, False)["vlm-batch serve"]
     command += ["--keys", str(keys), "--files", str(options.out / "files")]
     with running(command, options.out / "log") as url:
-        chat, busy = (BenchedServer(url, model, key) for key in (CHAT, BULK))
-        bodies = [busy.prepare(pages.request(at)) for at in range(64)]
-        bulk: Bulk | FileBatch
+        chat, busy = ChatClient(url, model, CHAT), BenchedServer(url, model, BULK)
+        bodies = [busy.prepare(pages.request(at)) for at in range(pages.requests)]
+        bulk: Burst | FileBatch
         if options.by == "burst":
-            ask = lambda at: busy.ask(bodies[at % len(bodies)])  # noqa: E731
-            bulk = Bulk(ask, options.width)
+            bulk = Burst(busy, bodies, options.width)
         else:
             whole = [json.loads(body) for body in bodies]
             for body in whole:

@@ -207,13 +207,13 @@ class BatchGenerator:
         before, self._launched = self._launched, []
         plan = self._planner.decode()
         self._give_way(plan)
-        free, held = [], []
-        num_decoding = 0
         self._begin_patience()
+        decoded: tuple[list[Part], list[Part]] = [], []
         if not plan.is_still:
             before = self._draft(before)
-            free, held = self._decode()
-            num_decoding = len(self.rows.batch)
+            decoded = self._decode()
+        free, held = decoded
+        num_decoding = 0 if plan.is_still else len(self.rows.batch)
         self._choose(free)
         self.telling.read(before)
         self._choose(self.telling.in_time(held))
@@ -226,7 +226,7 @@ class BatchGenerator:
         self._choose(joined + self._join(prefilled))
         has_prompts = bool(joined or encoding or chunks)
         self._time_drafts(is_alone=not (plan.is_still or has_prompts))
-        self.is_waiting = plan.is_still and not has_prompts
+        self.is_waiting = plan.is_still and not (before or has_prompts)
         self._record(begin, encoding, num_decoding, num_tokens)
         return self._tell()
 

@@ -286,7 +286,7 @@ class EngineLoop:
     def _callers(self) -> list[int]:
         """Return whose messages have come since the step began."""
         with contextlib.suppress(queue.Empty):
-            while True:
+            while len(self._seen) < MESSAGES_A_TURN:
                 self._seen.append(self._inbox.get_nowait())
         return [message.client for message in self._seen if message is not None]
 

@@ -17,7 +17,6 @@ from vlm_batch.engine.runner import Runner, picture_bytes
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
-
 #: Stages of rows that may wait for their first token and for nothing else, but places and memory.
 ARRIVED = (Stage.PREPARED, Stage.ENCODED, *PLACED, Stage.READY, Stage.LAST)
 
