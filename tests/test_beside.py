@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from tests.harness import inputs_of, settings_for, shared_adapter
+from tests.serving import IMAGES
+from vlm_batch import VLMBatcher
 from vlm_batch.arrays import as_mlx
+from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine import rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.schedule import MOST_RESTED
-from vlm_batch.types import SamplingParams
+from vlm_batch.handle import Handle
+from vlm_batch.types import Request, SamplingParams
 
 PLACES = 4
 #: The chat's client, another, and one that has what nobody wants.
@@ -188,3 +192,44 @@ def test_rows_that_rest_give_the_same_answers(
         made.ask(f"chat {at}", CHAT, f"text:{at}:9", 6)
         made.step(20)
         assert made.tokens[f"chat {at}"] == beside[f"chat {at}"]
+
+
+def test_who_comes_in_the_middle_of_a_step_waits_for_one_launch() -> None:
+    """From ``submit`` on, while its prompt is tokenized too, nothing of a batch's is launched that was not."""
+    with VLMBatcher(default_checkpoint(), max_rows=PLACES) as batcher:
+        launched: list[str] = []
+        chats: list[Handle] = []
+        begun: list[int] = []
+        runner = batcher._loop.generator.runner
+
+        def note(name: str) -> None:
+            launch = getattr(runner, name)
+
+            def noted(given: Any) -> Any:
+                launched.append(name)
+                # in each kind of launch, once all is under way
+                if len(launched) > 60 and name == kinds[len(chats) % len(kinds)]:
+                    is_next = not chats or chats[-1].done()
+                    if is_next and len(chats) < 6:
+                        chats.append(ask(CHAT, "count to 3"))
+                        begun.append(len(launched))
+                return launch(given)
+
+            setattr(runner, name, noted)
+
+        def ask(client: int, prompt: str, **media: Any) -> Handle:
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            request = Request(prompt=prompt, params=params, client=client, **media)
+            return batcher.submit_request(request)
+
+        kinds = ("encode", "decode", "prefill")
+        for name in kinds:
+            note(name)
+        picture = (IMAGES / "red_circle.png").read_bytes()
+        bulk = [ask(BATCH, f"{at}", images=[picture]) for at in range(60)]
+        assert all(one.result(timeout=60).ok for one in bulk)
+        assert len(chats) == 6
+        assert all(one.result(timeout=60).ok for one in chats)
+        for first in begun:
+            # its own are those of a prompt: encoded, and prefilled in one chunk
+            assert launched[first : first + 2] == ["encode", "prefill"]
