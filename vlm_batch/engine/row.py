@@ -53,9 +53,7 @@ class Stage(str, Enum):  # strings hash fast
     PREPARED = "prepared"  # has the processor's output
     ENCODED = "encoded"  # has embeddings
     PREFILL = "prefill"  # has a place
-    READY = (
-        "ready"  # has its next token's logits: prefilled, parked, or a further answer
-    )
+    READY = "ready"  # prefilled, a further answer, or parked
     DECODE = "decode"  # has a place in a batch
     LAST = "last"  # its last work is launched, and it has no place
     ENDED = "ended"
@@ -81,7 +79,7 @@ class Prompt:
     prefilled: int = 0  # positions that are in them
     ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the schedule
     is_shared: bool = False  # if prefilled whole, it shares an array
-    logits: mx.array | None = None  # (1, V) of its next token, once they are there
+    logits: mx.array | None = None  # (1, V) of its next token, until that is chosen
 
     @property
     def nbytes(self) -> int:

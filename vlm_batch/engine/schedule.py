@@ -46,7 +46,7 @@ class WaitingRow(NamedTuple):
     submitted: float  # seconds
     tokens: int  # 0 until it is encoded
     is_encoded: bool
-    is_ready: bool = False  # it has its next token's logits
+    is_ready: bool = False  # prefilled, or parked
     waits: bool = False  # for the prefix that a row before it will leave
     pending: int = 0  # prompt tokens to prefill, once it is encoded
 
@@ -288,25 +288,23 @@ def _yields(view: DecodeView) -> tuple[Yield, ...]:
 
 
 def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
-    """Return the clients that rest, and whether nobody decodes meanwhile."""
+    """Return the clients that rest, and whether no row decodes in this step."""
     if not view.may_rest:
         return NOBODY, False
-    coming = here = NOBODY
+    for_coming = for_here = NOBODY
     for row in view.new:
         resting = view.clients.resting(row.client, row.places)
         if row.is_coming:
-            coming |= resting
+            for_coming |= resting
         elif _is_served(row, view, free):
-            here |= resting
-    # by decoding, or else by their prompts, others fill the time until it has come
-    if view.decoding:
-        coming |= here
-    else:
-        coming = here
-    if not here or view.decoding - here:
-        return coming, False
-    have_no_readers = all(client < 0 for client in view.decoding)
-    return coming, have_no_readers or view.may_be_still
+            for_here |= resting
+    # others fill the time until a row has come: they decode, or, where none does, their prompts go on
+    resting = for_here | for_coming if view.decoding else for_here
+    does_any_go_on = bool(view.decoding - for_here)
+    if not for_here or does_any_go_on:
+        return resting, False
+    has_readers = any(client >= 0 for client in view.decoding)
+    return resting, view.may_be_still or not has_readers
 
 
 def _is_served(row: NewRow, view: DecodeView, free: int) -> bool:
