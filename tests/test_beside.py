@@ -170,6 +170,22 @@ def test_a_row_that_memory_has_no_room_for_holds_nobody_up(
     assert len(made.tokens) == PLACES + 1
 
 
+def test_nobody_rests_for_a_row_that_waits_for_their_prompts(
+    counted: Callable[..., Counted],
+) -> None:
+    """The beginning of its prompt is another's that is in prefill."""
+    made = counted()
+    made.generator.reuse.waits_for = (  # type: ignore[method-assign]
+        lambda row, others: row.client == CHAT
+    )
+    made.bulk(BATCH, 9)
+    made.step(7)
+    made.launched.clear()
+    made.ask("chat", CHAT, "text:5:26", 8)
+    made.step(5)
+    assert made.of(BATCH) >= 5
+
+
 @pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("bulk", [BURST, BATCH])
 def test_rows_that_rest_give_the_same_answers(

@@ -103,8 +103,21 @@ class Planner:
 
     def _new_rows(self) -> list[Row]:
         """Return the rows that wait for their first tokens, and for which others may rest."""
-        rows = self._ledger.at(Stage.PROCESSING, *ARRIVED)
-        return [row for row in rows if row.client >= 0 and not row.clock.first_token]
+        found: list[Row] = []
+        others = self._ledger.at(Stage.PREFILL, Stage.ENCODED)
+        for row in self._ledger.at(Stage.PROCESSING, *ARRIVED):
+            if row.client < 0 or row.clock.first_token:
+                continue
+            # for the prompt of one that would rest
+            if not self._waits(row, others):
+                found.append(row)
+        return found
+
+    def _waits(self, row: Row, others: Sequence[Row]) -> bool:
+        """Return whether a row waits for the beginning of its prompt that another will leave."""
+        if row.stage is not Stage.PREPARED or not others:
+            return False
+        return self._reuse.waits_for(row, others)
 
     def _new(self, row: Row, clients: schedule.Clients) -> schedule.NewRow:
         needs_place = row.stage in (Stage.ENCODED, Stage.READY)
@@ -186,8 +199,7 @@ class Planner:
                     continue
                 if not left:
                     break
-                may_wait = row.stage is Stage.PREPARED and bool(others)
-                waits = may_wait and self._reuse.waits_for(row, others)
+                waits = self._waits(row, others)
                 line.append(waiting(row, waits=waits))
                 left -= not waits
             lines[client] = line
