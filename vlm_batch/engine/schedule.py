@@ -217,7 +217,7 @@ class Yield(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What comes before a forward.
+    """The work before a forward.
 
     Attributes:
         outgrown: rows that lose their places and what they have.
