@@ -1090,12 +1090,12 @@ class History:
 
     def _follow(self) -> None:
         """Have the engine read its inbox, and take the turn that comes with it."""
-        while not self.loop._inbox.empty():
+        while self.loop.has_messages:
             self._turn()
         self.check()
 
     def _serve(self) -> None:
-        if self.loop._is_busy or not self.loop._inbox.empty():
+        if self.loop._is_busy or self.loop.has_messages:
             self._turn()
         self.check()
 

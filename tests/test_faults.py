@@ -52,7 +52,7 @@ from vlm_batch.engine import retry
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import MESSAGES_A_TURN, EngineLoop
+from vlm_batch.engine.loop import MESSAGES_A_TURN, NO_CLIENT, EngineLoop, Message
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Stage
@@ -1452,9 +1452,11 @@ def test_a_flood_of_messages_does_not_hold_up_the_engine() -> None:
     told = history.told["r1"]
     history.load(0)
     for _ in range(20 * MESSAGES_A_TURN):
-        history.loop._inbox.put(lambda loop: loop._cancel("of nobody"))
+        history.loop._inbox.put(
+            Message(lambda loop: loop._cancel("of nobody"), NO_CLIENT)
+        )
     while not told.handle.done():
-        assert not history.loop._inbox.empty(), (
+        assert history.loop.has_messages, (
             "it was answered only when nobody wanted anything any more"
         )
         history.loop._serve()

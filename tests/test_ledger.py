@@ -17,6 +17,7 @@ from vlm_batch.engine.schedule import (
     DecodePlan,
     DecodeView,
     LiveRow,
+    NewRow,
     Prompts,
     PromptsView,
     WaitingRow,
@@ -208,6 +209,71 @@ def test_for_a_due_client_a_row_of_who_asks_for_more_gives_way_once() -> None:
     assert decode(replace(due, live=rested)) == DecodePlan()
     fresh = lines(waiting("new", 2, submitted=96.0))
     assert decode(replace(due, lines=fresh)) == DecodePlan()
+
+
+#: All places are client 1's and decode; the row of client 2 is to be encoded.
+RESTING = replace(
+    DECODE,
+    clients=clients({1: 3}, {1: 9, 2: 1}),
+    lines={},
+    new=[NewRow("new", 2, 0)],
+    decoding=frozenset({1}),
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "resting", "is_still"),
+    [
+        ({}, {1}, True),
+        # they decode now and then; those behind all others do not
+        ({"may_be_still": False}, {1}, False),
+        ({"decoding": {-1}, "may_be_still": False}, {-1}, True),
+        # they have rested long
+        ({"may_rest": False}, (), False),
+        # while its processor runs, they decode, or if nobody does their prompts go on
+        ({"new": [NewRow("new", 2, 0, is_coming=True)]}, {1}, False),
+        ({"new": [NewRow("new", 2, 0, is_coming=True)], "decoding": ()}, (), False),
+        # encoded, it wants a place and memory
+        ({"new": [NewRow("new", 2, 0, wanted=10)]}, (), False),
+        ({"new": [NewRow("new", 2, 0, wanted=10)], "free": 1}, {1}, True),
+        (
+            {
+                "new": [NewRow("new", 2, 0, wanted=10)],
+                "free": 1,
+                "fits": within(39),
+            },
+            (),
+            False,
+        ),
+        (
+            {
+                "new": [NewRow("new", 2, 0, wanted=10)],
+                "free": 1,
+                "held": {"new": 10},
+                "fits": within(40),
+            },
+            {1},
+            True,
+        ),
+        # its client has nearly as many, or gives way itself, or nobody is new
+        ({"new": [NewRow("new", 2, 2)]}, (), False),
+        ({"new": [NewRow("new", -1, 0)]}, (), False),
+        ({"new": []}, (), False),
+        # another's row decodes, and all with it; prompts rest
+        ({"decoding": {1, 2}}, {1}, False),
+        ({"decoding": {1, 3}}, {1}, False),
+        ({"decoding": ()}, {1}, True),
+    ],
+)
+def test_who_rests_while_a_row_waits_for_its_first_token(
+    how: dict[str, Any], resting: set[int], is_still: bool
+) -> None:
+    if "decoding" in how:
+        how = {**how, "decoding": frozenset(how["decoding"])}
+    of = {-1: 3} if how.get("decoding") == {-1} else {1: 3}
+    view = replace(RESTING, clients=clients(of, {**of, 2: 1}), **how)
+    plan = decode(view)
+    assert (plan.resting, plan.is_still) == (frozenset(resting), is_still)
 
 
 def test_rows_that_outgrew_the_memory_leave_from_the_end_of_the_line() -> None:

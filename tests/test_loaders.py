@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -96,6 +97,27 @@ def test_large_pictures_hold_up_no_other(hung: threading.Event) -> None:
     )
     hung.set()
     assert wait(lambda: all(one.done() for one in large))
+    loaders.close()
+
+
+def test_a_busy_client_leaves_a_thread_to_others(hung: threading.Event) -> None:
+    """A client alone has all threads that there are for one; who comes beside it does not wait for a picture of its."""
+    working: list[int] = []
+
+    def prepare(question: Question, cancelled: Cancelled) -> Prepared:
+        working.append(question.client)
+        if question.client == 1:
+            hung.wait(60)
+        return prepared(question, cancelled)
+
+    loaders = Loaders(prepare, num_threads=2)
+    busy = [loaders.start(Question(client=1)) for _ in range(6)]
+    assert wait(lambda: len(working) == 2)
+    assert wait(loaders.start(Question(client=2)).done)
+    assert Counter(working) == {1: 2, 2: 1}
+    assert not any(one.done() for one in busy)
+    hung.set()
+    assert wait(lambda: all(one.done() for one in busy))
     loaders.close()
 
 

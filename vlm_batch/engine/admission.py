@@ -20,8 +20,8 @@ from vlm_batch.types import Timings
 if TYPE_CHECKING:
     from vlm_batch.inputs.loaders import Loading
 
-#: Requests of one lane that the loaders have at a time. Loaders serve in order of arrival, so a longer queue would delay an
-#: urgent request; a shorter one would let them idle during a step. They have a thread a core, eight at most.
+#: Requests of one lane that the loaders have at a time, before one that comes. A longer queue would delay an urgent request of
+#: the same client; a shorter one would let them idle during a step. They have a thread a core, eight at most.
 WITH_LOADERS = max(8, 2 * min(8, num_cores()))
 #: Requests with videos that are in preparation or prepared: a clip's patches can take half a gigabyte.
 VIDEOS_AHEAD = 4
@@ -80,8 +80,9 @@ class Admission:
 
     def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
         """Return whether a row may be read beside the rows ``before`` it in line."""
+        # rows of other lanes do not delay it, nor those of clients behind it
         working = self._in_lane(row, *WITH)
-        if len(working) >= WITH_LOADERS:
+        if len({*working}.intersection(before)) >= WITH_LOADERS:
             return False
         ahead = {*working, *self._ledger.at(Stage.READ, *PREPARED)}
         if row.has_videos and _num_videos(ahead) >= VIDEOS_AHEAD:

@@ -7,7 +7,7 @@ token wastes a column.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.arrays import as_mlx
@@ -124,6 +124,10 @@ class BatchGenerator:
         self._launched: list[Flight | Part] = []
         # set by any thread: a step begins no further picture or prompt
         self.is_ending = False
+        # whether the last step had others rest for a row that is still being prepared
+        self.is_waiting = False
+        # clients from whom something has come since the step began
+        self.callers: Callable[[], Sequence[int]] = tuple
 
     def warm_up(self) -> Iterator[None]:
         """Run a made-up forward of the next shape for each ``next``."""
@@ -200,25 +204,38 @@ class BatchGenerator:
         """Run a step. Returns its events."""
         begin = time.perf_counter()
         before, self._launched = self._launched, []
-        before = self._draft(before)
-        free, held = self._decode(self._planner.decode())
-        num_decoding = len(self.rows.batch)
+        plan = self._planner.decode()
+        self._give_way(plan)
+        self._begin_patience()
+        decoded: tuple[list[Part], list[Part]] = [], []
+        if not plan.is_still:
+            before = self._draft(before)
+            decoded = self._decode()
+        free, held = decoded
+        num_decoding = 0 if plan.is_still else len(self.rows.batch)
         self._choose(free)
         self.telling.read(before)
         self._choose(self.telling.in_time(held))
         self._read_last()
-        joined, encoding = self._fill_places()
+        has_decoded = num_decoding > 0
+        joined, encoding = self._fill_places(has_launched=has_decoded)
         chunks = self._planner.chunks(begin, encoding)
-        self._choose(joined + self._join(self._prefill(chunks)))
-        self._time_drafts(is_alone=not (joined or encoding or chunks))
-        self._record(begin, encoding, num_decoding, chunks)
+        has_launched = has_decoded or encoding > 0
+        prefilled, num_tokens = self._prefill(chunks, has_launched=has_launched)
+        self._choose(joined + self._join(prefilled))
+        has_prompts = bool(joined or encoding or chunks)
+        self._time_drafts(is_alone=not (plan.is_still or has_prompts))
+        self.is_waiting = plan.is_still and not (before or has_prompts)
+        self._record(begin, encoding, num_decoding, num_tokens)
         return self._tell()
+
+    def _begin_patience(self) -> None:
+        has_others = any(row.answer.guide is None for row in self.rows.batch.rows)
+        self.telling.patience.begin(beside_others=has_others)
 
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
         """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""
         batch, patience = self.rows.batch, self.telling.patience
-        has_others = any(row.answer.guide is None for row in batch.rows)
-        patience.begin(beside_others=has_others)
         if not self.drafts.wants(batch.groups):
             return before
         self.telling.read(before)
@@ -226,24 +243,26 @@ class BatchGenerator:
         self.retry.settle_all(self.drafts.propose(batch, patience))
         return []
 
-    def _decode(self, plan: DecodePlan) -> tuple[list[Part], list[Part]]:
-        """Launch the forwards of the rows that go on. Returns the parts to choose from at once, and once tokens are read."""
-        batch = self.rows.batch
-        for row in batch.misplaced():
-            self.retry.attempt(row, batch.move, row)
+    def _give_way(self, plan: DecodePlan) -> None:
+        """Take places from rows."""
         for row in self._rows_of(plan.outgrown):
             self.retry.outgrow(row)
         self._refuse(plan.refused)
-        due = {one.request_id: one.is_for_due for one in plan.yields}
+        for one in plan.yields:
+            row = self.rows.ledger[one.request_id]
+            if self.retry.attempt(row, self.rows.park, row):
+                row.gave_way |= one.is_for_due
+
+    def _decode(self) -> tuple[list[Part], list[Part]]:
+        """Launch the forwards. Returns the parts to choose from at once, and once tokens are read."""
+        batch = self.rows.batch
+        for row in batch.misplaced():
+            self.retry.attempt(row, batch.move, row)
         found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
-            decode = attempt(group.rows, self.runner.decode, group, due, is_shared=True)
+            decode = attempt(group.rows, self.runner.decode, group, is_shared=True)
             for part in self.retry.made(decode):
-                row = part.rows[0]
-                if row.request_id not in due:
-                    found[part.is_held].append(part)
-                elif self.retry.attempt(row, self.rows.park, row, part.logits):
-                    row.gave_way |= due[row.request_id]
+                found[part.is_held].append(part)
         return found[False], found[True]
 
     def _choose(self, parts: Sequence[Part]) -> None:
@@ -263,12 +282,13 @@ class BatchGenerator:
 
     # Rows on their way to a place
 
-    def _fill_places(self) -> tuple[list[Part], float]:
+    def _fill_places(self, *, has_launched: bool) -> tuple[list[Part], float]:
         """Encode the first rows in line and place those that fit. Returns parts that joined, and seconds of encoding."""
         begin, seconds = time.perf_counter(), 0.0
         joined: list[Part] = []
         self.runner.encoding.step()
-        while not self.is_ending:
+        while not (self.is_ending or (has_launched and self._is_called())):
+            has_launched = True
             plan = self._planner.prompts(seconds)
             if plan == NO_PROMPTS:
                 break
@@ -291,15 +311,25 @@ class BatchGenerator:
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 
-    def _prefill(self, plan: Sequence[Work]) -> list[Row]:
-        """Launch chunks. Returns the rows whose prompts end."""
+    def _is_called(self) -> bool:
+        """Return whether others are to rest: whoever comes waits for what is launched, and for no more."""
+        return self._planner.is_called(self.callers())
+
+    def _prefill(
+        self, plan: Sequence[Work], *, has_launched: bool
+    ) -> tuple[list[Row], int]:
+        """Launch chunks. Returns the rows whose prompts end, and the tokens that were launched."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
+        num_tokens = 0
         works = plan if len(plan) < 2 else self.runner.group(plan)
         for work in works:
-            if self.is_ending:
+            if self.is_ending or (has_launched and self._is_called()):
                 break
+            has_launched = True
             for part in self.retry.made(self.runner.prefill(work)):
-                last[part.rows[0]] = part
+                row = part.rows[0]
+                last[row] = part
+                num_tokens += row.prompt.prefilled - work.begin
         self._launched += last.values()
         ready: list[Row] = []
         for row, part in last.items():
@@ -307,15 +337,16 @@ class BatchGenerator:
                 self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
             if row.stage is Stage.READY:
                 ready.append(row)
-        return ready
+        return ready, num_tokens
 
     def _join(self, rows: Sequence[Row]) -> list[Part]:
-        """Move ready rows to the batch. Returns their parts."""
+        """Move ready rows to the batch. Returns the parts of those whose next token is to be chosen."""
         joined: list[Part] = []
         for at, row in enumerate(rows, 1):
-            part = Part([row], row.prompt.logits)
-            if self.retry.attempt(row, self.rows.join, row, len(rows) - at):
-                joined.append(part)
+            logits = row.prompt.logits
+            has_joined = self.retry.attempt(row, self.rows.join, row, len(rows) - at)
+            if has_joined and logits is not None:
+                joined.append(Part([row], logits))
         return joined
 
     # The end of a step
@@ -327,13 +358,12 @@ class BatchGenerator:
         self.drafts.launched(groups[0].num_positions if is_one else 0)
 
     def _record(
-        self, begin: float, encoding: float, num_decoding: int, plan: Sequence[Work]
+        self, begin: float, encoding: float, num_decoding: int, tokens: int
     ) -> None:
         """Record what the step took."""
         if not num_decoding:
             return
         seconds = time.perf_counter() - begin - encoding
-        tokens = sum(work.end - work.begin for work in plan)
         self.telling.patience.end(seconds)
         self._pace.record(seconds, tokens)
         are_waiting = self.rows.ledger.num(Stage.PREPARED, Stage.ENCODED) > 0

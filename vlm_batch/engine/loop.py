@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -76,6 +76,19 @@ class _Totals:
         )
 
 
+#: Seconds that the engine waits at a time for a row's inputs, while others rest for it.
+WAIT_SECONDS = 0.005
+#: The client of messages for which nobody hurries.
+NO_CLIENT = -1
+
+
+class Message(NamedTuple):
+    """Something to do on the engine's thread."""
+
+    call: Callable[[EngineLoop], None]
+    client: int
+
+
 #: Most messages between two steps, so that a flooded inbox stops no request.
 MESSAGES_A_TURN = 256
 
@@ -94,9 +107,10 @@ class EngineLoop:
         self._warming = generator.warm_up() if warm_up else None
         self._loaders = loaders
         # None ends the loop
-        self._inbox: queue.SimpleQueue[Callable[[EngineLoop], None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        # taken out of the inbox by a step that looked whose they are
+        self._seen: deque[Message | None] = deque()
+        generator.callers = self._callers
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._several: dict[str, Several] = {}  # by row id
         # gets an event now, and may have left ``_alive`` for it
@@ -124,7 +138,7 @@ class EngineLoop:
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
         self._alive[row.request_id] = handle
-        self._inbox.put(lambda loop: loop._add(row))
+        self._inbox.put(Message(lambda loop: loop._add(row), row.client))
         if self._gone is not None:  # the loop ended meanwhile
             self.abandon()
 
@@ -142,7 +156,8 @@ class EngineLoop:
             return False
         if request_id not in self._cancelling:
             self._cancelling.add(request_id)
-            self._inbox.put(lambda loop: loop._cancel(request_id))
+            cancel = Message(lambda loop: loop._cancel(request_id), NO_CLIENT)
+            self._inbox.put(cancel)
         return True
 
     def stop(self) -> None:
@@ -232,10 +247,9 @@ class EngineLoop:
 
     def _serve(self) -> bool:
         """Handle a message, perhaps take a turn. False at the end."""
-        message: Callable[[EngineLoop], None] | None = None
-        is_idle = not self._is_busy and self._warming is None
+        message: Message | None = None
         with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(block=is_idle)
+            message = self._next_message()
             if message is None:
                 return False
         try:
@@ -245,17 +259,36 @@ class EngineLoop:
             self._recover(error)
         return True
 
-    def _act(self, message: Callable[[EngineLoop], None] | None) -> None:
+    def _act(self, message: Message | None) -> None:
         """Do what a message asks, then take a turn once no other waits. Without one, warm up."""
         if message is not None:
             self._num_messages += 1
-            message(self)
+            message.call(self)
         elif self._warming is not None and not self._is_busy:
             self._warm(self._warming)
             return
-        if self._num_messages >= MESSAGES_A_TURN or self._inbox.empty():
+        if self._num_messages >= MESSAGES_A_TURN or not self.has_messages:
             self._num_messages = 0
             self._is_busy = self._turn()
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._seen) or not self._inbox.empty()
+
+    def _next_message(self) -> Message | None:
+        """Return the next message, or None at the end. Raises queue.Empty if there is none and work to do."""
+        if self._seen:
+            return self._seen.popleft()
+        if self._is_busy and self.generator.is_waiting:
+            return self._inbox.get(timeout=WAIT_SECONDS)
+        return self._inbox.get(block=not self._is_busy and self._warming is None)
+
+    def _callers(self) -> list[int]:
+        """Return whose messages have come since the step began."""
+        with contextlib.suppress(queue.Empty):
+            while len(self._seen) < MESSAGES_A_TURN:
+                self._seen.append(self._inbox.get_nowait())
+        return [message.client for message in self._seen if message is not None]
 
     def _warm(self, forwards: Iterator[None]) -> None:
         """Compute one more shape. Errors are only logged; requests raise their own."""
@@ -319,18 +352,18 @@ class EngineLoop:
         question, row.prompt.question = row.prompt.question, None
         put = self._inbox.put  # loaders' threads must not hold the engine
         try:
-            when_read = partial(
-                put, lambda loop: loop.generator.admission.note_read(row)
+            note_read = Message(
+                lambda loop: loop.generator.admission.note_read(row), row.client
             )
+            when_read = partial(put, note_read)
             row.prompt.loading = loading = self._loaders.start(question, when_read)
         except BaseException as error:
             self.generator.rows.end(row, "error", error)
             return
         if loading.is_read:
             self.generator.admission.note_read(row)
-        loading.when_done(
-            partial(put, lambda loop: loop.generator.take_in(row, loading))
-        )
+        take_in = Message(lambda loop: loop.generator.take_in(row, loading), row.client)
+        loading.when_done(partial(put, take_in))
 
     def _hand_out(self, event: Event) -> None:
         several = self._several.get(event.request_id)

@@ -27,6 +27,18 @@ class Pace:
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
+    @property
+    def longest_rest(self) -> float:
+        """Seconds for which decoding rows may rest: what a step may take, or what their last ones took."""
+        gap = self._config.stretch * self._config.token_gap
+        return max(gap, self._decode_seconds)
+
+    def beside_resting(self) -> int:
+        """Return the prompt tokens of a step in which decoding rows rest."""
+        config = self._config
+        fits = int(self.longest_rest * self._tokens_per_second)
+        return min(max(fits, config.smallest_chunk), config.idle_budget)
+
     def budget(
         self,
         is_decoding: bool,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from vlm_batch.engine import schedule
-from vlm_batch.engine.ledger import WAITING
+from vlm_batch.engine.ledger import PLACED, WAITING
 from vlm_batch.engine.memory import RowMemory, tokens
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
@@ -15,6 +16,9 @@ from vlm_batch.engine.rows import Rows, waiting
 from vlm_batch.engine.runner import Runner, picture_bytes
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
+
+#: Stages of rows that may wait for their first token and for nothing else, but places and memory.
+ARRIVED = (Stage.PREPARED, Stage.ENCODED, *PLACED, Stage.READY, Stage.LAST)
 
 
 class Planner:
@@ -36,14 +40,22 @@ class Planner:
         self._reuse = reuse
         self._pace = pace
         self._policy = policy
+        self._resting, self._is_still = schedule.NOBODY, False
+        # whether a step was cut short for a client
+        self._is_called = False
+        self._rested = 0.0  # seconds that clients have rested more than not
+        self._looked_at = self._decoded_at = 0.0
 
     def decode(self) -> schedule.DecodePlan:
         """Plan who of the live rows goes on."""
         has_grown = self._memory.is_look_due()
         clients = self._rows.clients()
-        may_yield = len(clients.asked) > 1 and self._ledger.num(*WAITING) > 0
-        if not (has_grown or may_yield):
-            return schedule.ALL_GO_ON
+        self._note_rest(clients.now)
+        if not has_grown and len(clients.asked) < 2:
+            return self._follow(schedule.ALL_GO_ON, clients.now)
+        new = [self._new(row, clients) for row in self._new_rows()]
+        if not (has_grown or new or self._ledger.num(*WAITING)):
+            return self._follow(schedule.ALL_GO_ON, clients.now)
         ready = self._ledger.at(Stage.READY)
         view = schedule.DecodeView(
             clients=clients,
@@ -54,8 +66,73 @@ class Planner:
             ahead=self._policy.encode_ahead,
             has_grown=has_grown,
             fits=self._memory.fits,
+            new=new,
+            decoding=self._decoding(),
+            may_rest=self._may_rest,
+            may_be_still=clients.now - self._decoded_at < self._pace.longest_rest,
         )
-        return schedule.decode(view)
+        return self._follow(schedule.decode(view), clients.now)
+
+    @property
+    def _may_rest(self) -> bool:
+        return self._rested < schedule.MOST_RESTED
+
+    def is_called(self, callers: Sequence[int]) -> bool:
+        """Return whether others rest for one of the clients from whom something has come."""
+        if not callers or not self._may_rest:
+            return False
+        clients = self._rows.clients()
+        self._is_called = any(
+            clients.resting(client, clients.placed.get(client, 0)) for client in callers
+        )
+        return self._is_called
+
+    def _note_rest(self, now: float) -> None:
+        """Count the time since the last plan."""
+        seconds = now - self._looked_at
+        if not (self._resting or self._is_called):
+            seconds = -seconds
+        self._rested = max(0.0, self._rested + seconds)
+        self._looked_at, self._is_called = now, False
+
+    def _follow(self, plan: schedule.DecodePlan, now: float) -> schedule.DecodePlan:
+        self._resting, self._is_still = plan.resting, plan.is_still
+        if not plan.is_still:
+            self._decoded_at = now
+        return plan
+
+    def _new_rows(self) -> list[Row]:
+        """Return the rows that wait for their first tokens, and for which others may rest."""
+        found: list[Row] = []
+        others = self._ledger.at(Stage.PREFILL, Stage.ENCODED)
+        for row in self._ledger.at(Stage.PROCESSING, *ARRIVED):
+            if row.client < 0 or row.clock.first_token:
+                continue
+            # for the prompt of one that would rest
+            if not self._waits(row, others):
+                found.append(row)
+        return found
+
+    def _waits(self, row: Row, others: Sequence[Row]) -> bool:
+        """Return whether a row waits for the beginning of its prompt that another will leave."""
+        if row.stage is not Stage.PREPARED or not others:
+            return False
+        return self._reuse.waits_for(row, others)
+
+    def _new(self, row: Row, clients: schedule.Clients) -> schedule.NewRow:
+        needs_place = row.stage in (Stage.ENCODED, Stage.READY)
+        return schedule.NewRow(
+            row.request_id,
+            row.client,
+            clients.placed.get(row.client, 0) - (row.stage in PLACED),
+            is_coming=row.stage is Stage.PROCESSING and not _is_quick(row),
+            wanted=tokens(row) if needs_place else 0,
+        )
+
+    def _decoding(self) -> frozenset[int]:
+        """Return the clients of rows that wait for further tokens."""
+        rows = self._ledger.at(Stage.DECODE)
+        return frozenset(row.client for row in rows if row.clock.first_token)
 
     def prompts(self, seconds: float) -> schedule.Prompts:
         """Plan who gets a free place and who is encoded next. ``seconds``: spent on encoding in this step."""
@@ -67,7 +144,7 @@ class Planner:
         ready = self._ledger.at(Stage.READY)
         view = schedule.PromptsView(
             clients=self._rows.clients(),
-            lines=self._lines(free + ahead),
+            lines=self._without_resting(self._lines(free + ahead)),
             live=[tokens(row) for row in placed],
             held={row.request_id: tokens(row) for row in ready},
             free=free,
@@ -94,13 +171,18 @@ class Planner:
 
     def chunks(self, now: float, encoding: float) -> tuple[Work, ...]:
         """Plan chunks of prompts. ``encoding``: seconds that this step has spent on it."""
-        rows = self._runner.views(now)
-        budget = self._pace.budget(
-            self._rows.is_decoding,
-            self._rows.num_pending,
-            max((row.waited for row in rows), default=0.0),
-            encoding,
-        )
+        rows = [
+            row for row in self._runner.views(now) if row.client not in self._resting
+        ]
+        if self._is_still:
+            budget = self._pace.beside_resting()
+        else:
+            budget = self._pace.budget(
+                self._rows.is_decoding,
+                sum(row.length - row.done for row in rows),
+                max((row.waited for row in rows), default=0.0),
+                encoding,
+            )
         return schedule.chunks(rows, budget, self._policy)
 
     def _lines(self, most: int) -> dict[int, list[schedule.WaitingRow]]:
@@ -117,16 +199,31 @@ class Planner:
                     continue
                 if not left:
                     break
-                may_wait = row.stage is Stage.PREPARED and bool(others)
-                waits = may_wait and self._reuse.waits_for(row, others)
+                waits = self._waits(row, others)
                 line.append(waiting(row, waits=waits))
                 left -= not waits
             lines[client] = line
         return lines
 
+    def _without_resting(
+        self, lines: dict[int, list[schedule.WaitingRow]]
+    ) -> dict[int, list[schedule.WaitingRow]]:
+        if not self._resting:
+            return lines
+        return {one: line for one, line in lines.items() if one not in self._resting}
+
     def _may_encode(self, request_id: str) -> bool:
         """Return whether the encoder has room for a row's pictures beside other rows."""
         return self._runner.encoding.fits(picture_bytes(self._ledger[request_id]))
+
+
+def _is_quick(row: Row) -> bool:
+    """Return whether a row's processor takes less than a step."""
+    loading = row.prompt.loading
+    if loading is None or row.params.form is not None:
+        return False
+    question = loading.question
+    return not (question.media or question.takes_long)
 
 
 def _live(row: Row) -> schedule.LiveRow:

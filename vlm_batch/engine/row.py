@@ -53,9 +53,7 @@ class Stage(str, Enum):  # strings hash fast
     PREPARED = "prepared"  # has the processor's output
     ENCODED = "encoded"  # has embeddings
     PREFILL = "prefill"  # has a place
-    READY = (
-        "ready"  # has its next token's logits: prefilled, parked, or a further answer
-    )
+    READY = "ready"  # prefilled, a further answer, or parked
     DECODE = "decode"  # has a place in a batch
     LAST = "last"  # its last work is launched, and it has no place
     ENDED = "ended"
@@ -82,7 +80,7 @@ class Prompt:
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
     is_shared: bool = False  # if prefilled whole, it shares an array
-    logits: mx.array | None = None  # (1, V) of its next token, once they are there
+    logits: mx.array | None = None  # (1, V) of its next token, until that is chosen
 
     def to_prefill(self) -> tuple[Encoded, list[Any]]:
         """Return an encoded prompt, and its caches, one of each layer."""

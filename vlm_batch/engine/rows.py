@@ -155,8 +155,12 @@ class Rows:
         self.batch.join(row, caches, others)
         self.ledger.move(row, Stage.DECODE)
 
-    def park(self, row: Row, logits: mx.array) -> None:
-        """Preempt a decoding row, with its caches and the logits (1, V) of its last forward."""
+    def park(self, row: Row, logits: mx.array | None = None) -> None:
+        """Preempt a decoding row, with its caches.
+
+        Args:
+            logits: (1, V), of its last forward, if no token was chosen from them.
+        """
         group = self.batch.of(row)
         assert group is not None
         cache = group.take(row)

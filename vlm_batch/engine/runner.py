@@ -67,12 +67,8 @@ class Runner:
         self._shapes = shapes
         self._stops = (kv.start,) if kv is not None and kv.start else ()
 
-    def decode(self, group: DecodeBatch, yielding: Collection[str] = ()) -> list[Part]:
-        """Launch a group's forward. A row whose next token depends on the last is a part of its own.
-
-        Args:
-            yielding: ids of rows that yield their places, which are parts of their own, too.
-        """
+    def decode(self, group: DecodeBatch) -> list[Part]:
+        """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
         logits = self._decoder.logits(group, rows)
@@ -81,8 +77,7 @@ class Runner:
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            is_chosen_apart = answer.drafter.ahead or answer.waits_for_token
-            if is_chosen_apart or row.request_id in yielding:
+            if answer.drafter.ahead or answer.waits_for_token:
                 alone.add(row)
         if not alone:
             return [Part(rows, logits)]

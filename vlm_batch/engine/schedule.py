@@ -9,6 +9,9 @@ Every decoding row gets a token in each step. The rules for the rest:
 - A client is due if it has no place, has waited ``ageing_seconds``, and another asks for two answers more.
 - A client parks its last row for one with two places less. For a due client a row of one that asks for two answers more
   is parked, once.
+- While a row waits for its first token, clients with two places more rest: they neither encode nor prefill, and decode
+  after ``longest_rest`` seconds, those with negative numbers not at all. Beyond ``MOST_RESTED`` seconds they rest half of
+  the time. While a processor makes the row's inputs, they go on decoding.
 - No row overtakes one that memory has no room for, but those that are ready: they hold their memory already.
 - Rows in prefill go by client, then by priority, which age raises, then by waiting time per token left (highest response
   ratio next).
@@ -30,6 +33,8 @@ T = TypeVar("T")
 
 #: More places than any client has.
 LAST = 1 << 32
+#: Seconds that clients may have rested more than not.
+MOST_RESTED = 1.0
 
 
 class WaitingRow(NamedTuple):
@@ -41,13 +46,23 @@ class WaitingRow(NamedTuple):
     submitted: float  # seconds
     tokens: int  # 0 until it is encoded
     is_encoded: bool
-    is_ready: bool = False  # it has its next token's logits
+    is_ready: bool = False  # prefilled, or parked
     waits: bool = False  # for the prefix that a row before it will leave
     pending: int = 0  # prompt tokens to prefill, once it is encoded
 
     @property
     def needs_encoding(self) -> bool:
         return not (self.is_ready or self.is_encoded)
+
+
+class NewRow(NamedTuple):
+    """A row that waits for its first token."""
+
+    request_id: str
+    client: int
+    places: int  # its client's, without its own
+    is_coming: bool = False  # its processor runs
+    wanted: int = 0  # tokens that are to fit into memory once it has a place
 
 
 class LiveRow(NamedTuple):
@@ -102,6 +117,21 @@ class Clients:
         gap = claims.get(most, 0) - _claim(client, placed.get(client, 0))
         return most if gap >= 2 else None
 
+    def resting(self, client: int, places: int) -> frozenset[int]:
+        """Return who rests while a row waits for its first token.
+
+        Args:
+            client: the row's.
+            places: its client's, without its own.
+        """
+        if client < 0:
+            return NOBODY
+        found: list[int] = []
+        for one in self.asked:
+            if _claim(one, self.placed.get(one, 0)) >= places + 2:
+                found.append(one)
+        return frozenset(found) - {client}
+
 
 def in_turn(
     lines: Mapping[int, Sequence[T]],
@@ -140,6 +170,10 @@ def _claim(client: int, places: int) -> int:
     return places + LAST if client < 0 else places
 
 
+#: No client.
+NOBODY: frozenset[int] = frozenset()
+
+
 # Before the decode forward -----------------------------------------------------------------------------------------------
 
 
@@ -154,6 +188,10 @@ class DecodeView:
         ahead: rows at the head of the line that may be given a place of another's.
         has_grown: whether memory is to be looked at.
         fits: whether rows with these tokens fit into memory.
+        new: rows that wait for their first tokens.
+        decoding: clients of rows that wait for further ones.
+        may_rest: whether others may rest meanwhile.
+        may_be_still: whether their last tokens came a short time ago.
     """
 
     clients: Clients
@@ -164,10 +202,14 @@ class DecodeView:
     ahead: int
     has_grown: bool
     fits: Callable[[Sequence[int]], bool]
+    new: Sequence[NewRow] = ()
+    decoding: frozenset[int] = NOBODY
+    may_rest: bool = True
+    may_be_still: bool = True
 
 
 class Yield(NamedTuple):
-    """A row that yields its place after this step's forward."""
+    """A row that yields its place."""
 
     request_id: str
     is_for_due: bool
@@ -175,14 +217,21 @@ class Yield(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Rows that lose their places: ``outgrown`` before the forward, the others with its logits.
+    """The work before a forward.
 
-    ``refused`` does not even fit alone.
+    Attributes:
+        outgrown: rows that lose their places and what they have.
+        refused: a row that does not even fit alone.
+        yields: rows that lose their places and keep what they have.
+        resting: clients whose prompts wait.
+        is_still: whether no row decodes in this step.
     """
 
     outgrown: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     yields: tuple[Yield, ...] = ()
+    resting: frozenset[int] = NOBODY
+    is_still: bool = False
 
 
 #: Nobody loses a place.
@@ -198,9 +247,11 @@ def decode(view: DecodeView) -> DecodePlan:
             return DecodePlan(outgrown[1:], refused=outgrown[:1])
         if outgrown:
             return DecodePlan(outgrown)
-    if view.free or len(view.clients.asked) < 2:
+    if len(view.clients.asked) < 2:
         return ALL_GO_ON
-    return DecodePlan(yields=_yields(view))
+    yields = () if view.free else _yields(view)
+    resting, is_still = _rest(view, view.free + len(yields))
+    return DecodePlan(yields=yields, resting=resting, is_still=is_still)
 
 
 def _fitting(view: DecodeView) -> int:
@@ -234,6 +285,35 @@ def _yields(view: DecodeView) -> tuple[Yield, ...]:
         clients.placed[last.client] -= 1
         clients.placed[row.client] += 1
     return tuple(found)
+
+
+def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
+    """Return the clients that rest, and whether no row decodes in this step."""
+    if not view.may_rest:
+        return NOBODY, False
+    for_coming = for_here = NOBODY
+    for row in view.new:
+        resting = view.clients.resting(row.client, row.places)
+        if row.is_coming:
+            for_coming |= resting
+        elif _is_served(row, view, free):
+            for_here |= resting
+    # others fill the time until a row has come: they decode, or, where none does, their prompts go on
+    resting = for_here | for_coming if view.decoding else for_here
+    does_any_go_on = bool(view.decoding - for_here)
+    if not for_here or does_any_go_on:
+        return resting, False
+    has_readers = any(client >= 0 for client in view.decoding)
+    return resting, view.may_be_still or not has_readers
+
+
+def _is_served(row: NewRow, view: DecodeView, free: int) -> bool:
+    """Return whether a new row waits for neither a place nor memory."""
+    if not row.wanted:
+        return True
+    live = [one.tokens for one in view.live]
+    held = [size for name, size in view.held.items() if name != row.request_id]
+    return free > 0 and view.fits([*live, *held, row.wanted])
 
 
 def _givers(

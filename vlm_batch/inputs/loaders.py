@@ -153,8 +153,12 @@ class Loaders:
         self._prepare = prepare
         self._compiled = compiled
         num_loaders = NUM_LOADERS if num_threads is None else num_threads
-        self._work = Pool(num_loaders, "vlm-batch-loader", is_awaited=True)
-        self._large_work = Pool(num_loaders, "vlm-batch-large-picture", is_awaited=True)
+        # who comes beside a busy client finds a thread
+        pool = partial(
+            Pool, num_loaders + 1, is_awaited=True, most_of_client=num_loaders
+        )
+        self._work = pool("vlm-batch-loader")
+        self._large_work = pool("vlm-batch-large-picture")
         self._long_work = Pool(1, "vlm-batch-long-prompt", is_awaited=True)
         self._reads = {
             Lane.DISK: Pool(NUM_DISK_READS, "vlm-batch-reader"),

@@ -103,7 +103,9 @@ class Pool:
         with self._changed:
             refused = self._refusal()
             if refused is None:
-                self._add_thread()
+                # else it waits for one of its client's
+                if self._running_of(client) < self._most_of_client:
+                    self._add_thread()
                 self._begin_turn(client)
                 self._waiting.append(job)
         if refused is not None:
