@@ -34,6 +34,7 @@ from vlm_batch.errors import (  # noqa: E402
     InvalidAudio,
     InvalidCache,
     InvalidImage,
+    InvalidOption,
     InvalidParameters,
     InvalidPrompt,
     InvalidRequest,
@@ -44,6 +45,7 @@ from vlm_batch.errors import (  # noqa: E402
     UnsupportedModel,
     VLMBatchError,
 )
+from vlm_batch.options import OptionScore  # noqa: E402
 from vlm_batch.registry import ModelSpec  # noqa: E402
 from vlm_batch.types import (  # noqa: E402
     Audio,
@@ -81,6 +83,7 @@ __all__ = [
     "InvalidAudio",
     "InvalidCache",
     "InvalidImage",
+    "InvalidOption",
     "InvalidParameters",
     "InvalidPrompt",
     "InvalidRequest",
@@ -88,6 +91,7 @@ __all__ = [
     "KVQuantisation",
     "Limits",
     "ModelSpec",
+    "OptionScore",
     "OutOfMemory",
     "PromptCache",
     "PromptTooLong",

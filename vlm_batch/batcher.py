@@ -14,6 +14,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.loading.recommended import RecommendedSampling, read_recommended
 from vlm_batch.many import RequestLike
+from vlm_batch.options import Option, OptionScore
 from vlm_batch.policy import check_policy, describe_policy, policy_of
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -185,6 +187,7 @@ class VLMBatcher:
         template: Template | Mapping[str, Any] | None = PLAIN_TEMPLATE,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        options: Sequence[Option] = (),
         params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
@@ -209,6 +212,7 @@ class VLMBatcher:
                 template=template,  # type: ignore[arg-type]
                 min_pixels=min_pixels,
                 max_pixels=max_pixels,
+                options=options,
                 params=params,  # type: ignore[arg-type]
                 request_id=request_id,
                 priority=priority,
@@ -243,6 +247,26 @@ class VLMBatcher:
                 request.cache.claim(self._loop.generator.reuse.identity)
             self._loop.submit(question, request, handle)
         return handle
+
+    def score(
+        self, request: RequestLike, options: Sequence[Option]
+    ) -> tuple[OptionScore, ...]:
+        """Return what the model says of each option behind a prompt, in order (docs/evaluations.md).
+
+        The prompt is computed once. Many questions share a batch through ``Request.options``, which all methods take.
+
+        Args:
+            request: a ``Request``, a mapping of its fields, or a prompt.
+            options: texts, or lists of token ids. One that cannot be scored has an ``error``; the others are scored.
+
+        Raises:
+            InvalidRequest: it cannot be answered, or there are no options.
+            RequestFailed: it failed later, or no option could be scored.
+        """
+        asked = replace(many.request_of(request, "request"), options=options)
+        if not asked.options:
+            raise InvalidRequest("options is empty; it must be what to score")
+        return self.submit_request(asked).result().raise_for_error().options
 
     @advises(dict.fromkeys((*OF_REQUESTS, "images", "prompt"), IN_REQUESTS))
     def generate(

@@ -224,6 +224,14 @@ class DraftState:
 
 
 @dataclass(frozen=True)
+class OptionTokens:
+    """An option as tokens behind its prompt, or why it has none."""
+
+    tokens: tuple[int, ...] = ()
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
 class Thinking:
     """Token ids that mark a model's thinking, and its state after the prompt."""
 

@@ -44,6 +44,7 @@ from vlm_batch.errors import (
     let_go,
     shown,
 )
+from vlm_batch.options import Option, OptionScore, checked_options
 from vlm_batch.parameters import (
     Flag,
     RealNumber,
@@ -763,6 +764,8 @@ class Request:
         min_pixels: fewest pixels of a picture, if the family's processor has such bounds.
         max_pixels: most pixels, likewise; no more than the model's own, unless ``min_pixels`` is above those.
             ``Result.model_image_sizes`` has the sizes.
+        options: texts, or lists of token ids, that may follow the prompt. ``Result.options`` has the log-probability of
+            each, and there is no answer (docs/evaluations.md). Of ``params`` only ``prompt_logprobs`` goes with them.
         params: ``SamplingParams``, or a mapping of its fields.
         request_id: unique name; by default a new one.
         priority: higher goes first, among one client's requests.
@@ -789,6 +792,7 @@ class Request:
     template: Template | None = PLAIN_TEMPLATE
     min_pixels: int | None = None
     max_pixels: int | None = None
+    options: Sequence[Option] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
@@ -806,6 +810,9 @@ class Request:
         for name in ("images", "videos", "audios"):
             put(name, _several(getattr(self, name)))
         put("params", params_of(self.params))
+        put("options", checked_options(self.options))
+        if self.options:
+            self._check_scored()
         if self.template is not None:
             put(
                 "template",
@@ -819,6 +826,18 @@ class Request:
         if continues and self.params.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs need every token prefilled; leave cache and return_cache out"
+            )
+
+    def _check_scored(self) -> None:
+        """Refuse what does not go with options."""
+        if self.return_cache:
+            raise InvalidRequest(
+                "options have no answer whose state return_cache could keep; leave it out"
+            )
+        asked = SamplingParams(prompt_logprobs=self.params.prompt_logprobs)
+        if self.params != asked:
+            raise InvalidParameters(
+                "options are scored, not sampled: leave params out, but for prompt_logprobs"
             )
 
     def _check_order(self, put: Callable[[str, Any], None]) -> None:
@@ -905,6 +924,7 @@ class Result:
         prompt_token_ids: with ``return_prompt_ids``: the prompt as the model reads it, media as placeholders.
         parsed: an answer with a form: the value of its JSON, or its text. None if incomplete.
         others: further answers (``n``), each with its own end and usage.
+        options: what the model says of each of ``Request.options``, in their order.
         error: set if and only if ``finish_reason`` is "error".
         cache: the conversation's state, with ``return_cache``.
     """
@@ -925,6 +945,7 @@ class Result:
     prompt_token_ids: tuple[int, ...] | None = None
     parsed: Any = None
     others: tuple[Result, ...] = ()
+    options: tuple[OptionScore, ...] = ()
     error: str | None = None
     if TYPE_CHECKING:
         exception: BaseException | None = None

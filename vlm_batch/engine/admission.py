@@ -168,6 +168,8 @@ class Admission:
             row.answer.guide = Guide.of(
                 row.params, prepared.form, prepared.thinking, end_ids
             )
+        for one, option in zip((row, *row.siblings), prepared.options, strict=False):
+            one.answer.option = option
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

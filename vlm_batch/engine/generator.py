@@ -302,10 +302,16 @@ class BatchGenerator:
             for part in self.retry.made(self.runner.prefill(work)):
                 last[part.rows[0]] = part
         self._launched += last.values()
+        ready: list[Row] = []
         for row, part in last.items():
-            if part.logits is not None:
-                self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
-        return [row for row in last if row.stage is Stage.READY]
+            if part.logits is None:
+                continue
+            siblings = row.siblings
+            self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
+            # these need no place
+            ready += [one for one in siblings if one.ends_next]
+            ready.append(row)
+        return [row for row in ready if row.stage is Stage.READY]
 
     def _join(self, rows: Sequence[Row]) -> list[Part]:
         """Move ready rows to the batch. Returns their parts."""

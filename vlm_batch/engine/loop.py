@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import mlx.core as mx
 
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.options import Scoring, params_to_score
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed, describe, let_go
@@ -116,17 +117,18 @@ class EngineLoop:
         row = new_row(
             handle.request_id,
             Prompt(question=question),
-            request.params,
+            params_to_score(request) if request.options else request.params,
             text=self.generator.text,
             priority=request.priority,
             client=request.client,
             cache=request.cache,
             return_cache=request.return_cache,
-            may_draft=request.draft == "auto",
+            may_draft=request.draft == "auto" and not request.options,
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
         row.returns_prompt_ids = request.return_prompt_ids
         row.cache_salt = request.cache_salt
+        row.options = tuple(request.options)
         self._alive[row.request_id] = handle
         self._inbox.put(lambda loop: loop._add(row))
         if self._gone is not None:  # the loop ended meanwhile
@@ -268,8 +270,8 @@ class EngineLoop:
 
     def _add(self, row: Row) -> None:
         try:
-            if row.siblings:
-                several = Several(row.request_id, row.params.n)
+            if row.siblings or row.options:
+                several = _several(row)
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
         except BaseException as error:  # the generator does not know the row
@@ -334,7 +336,10 @@ class EngineLoop:
     def _hand_out(self, event: Event) -> None:
         several = self._several.get(event.request_id)
         if several is not None:
-            event = several.take(event)
+            taken = several.take(event)
+            if taken is None:
+                return
+            event = taken
         handle = self._alive.get(event.request_id)
         if handle is None:
             return
@@ -351,6 +356,13 @@ class EngineLoop:
         several = self._several.get(request_id)
         for row_id in () if several is None else several.row_ids:
             del self._several[row_id]
+
+
+def _several(row: Row) -> Several:
+    """Return what makes one request of a row and its siblings."""
+    if row.options:
+        return Scoring(row)
+    return Several(row.request_id, row.params.n)
 
 
 def _gone_event(request_id: str, reason: str) -> Event:

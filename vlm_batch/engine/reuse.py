@@ -308,7 +308,7 @@ class Reuse:
 
     def wants_caches(self, row: Row) -> bool:
         """Return whether a prefilled row's caches are kept at its end."""
-        if row.reuse.key is None:
+        if row.reuse.key is None or row.answer.option is not None:
             return False
         is_kept = self.prefix is not None and self.shapes.goes_on_anywhere
         return row.reuse.is_returned or is_kept

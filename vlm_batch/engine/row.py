@@ -26,7 +26,8 @@ from vlm_batch.engine.text import (
     ShownText,
 )
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import Encoded, MediaSizes, PromptKey
+from vlm_batch.options import Option
+from vlm_batch.records import Encoded, MediaSizes, OptionTokens, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
@@ -133,6 +134,7 @@ class Answer:
     untold: tuple[int, TokenLogprobs | None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
+    option: OptionTokens | None = None  # what it says, to be scored
     ending: Ending | None = None  # set when it is complete, until its row ends
 
     @property
@@ -210,6 +212,7 @@ class Row:
     may_draft: bool = True
     returns_prompt_ids: bool = False
     cache_salt: str | None = None
+    options: tuple[Option, ...] = ()  # what it and its siblings say, as given
     stage: Stage = Stage.INBOX
     facts: Facts = Facts()
     media: MediaSizes = NO_MEDIA
@@ -237,6 +240,11 @@ class Row:
     @property
     def has_ended(self) -> bool:
         return self.stage is Stage.ENDED
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether its next token is its last, which no forward follows."""
+        return self.answer.num_sampled + 1 >= self.answer.max_tokens
 
     @property
     def is_untold(self) -> bool:
@@ -452,8 +460,10 @@ def sibling_id(request_id: str, index: int) -> str:
 def fork(row: Row) -> list[Row]:
     """Detach a ready row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
+        option = sibling.answer.option
+        needs_cache = option is None or len(option.tokens) > 1
         sibling.prompt = Prompt(
-            cache=copy.deepcopy(row.prompt.cache),
+            cache=copy.deepcopy(row.prompt.cache) if needs_cache else None,
             prefilled=row.prompt.prefilled,
             logits=row.prompt.logits,
         )

@@ -59,6 +59,7 @@ from vlm_batch.inputs.images import (
     picture_suffixes,
 )
 from vlm_batch.inputs.media import KINDS, Kind
+from vlm_batch.inputs.options import tokens_of_options
 from vlm_batch.inputs.processing import ESCAPE, PixelBounds, Processing, ProcessorPool
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.recalled import own_uri, recalled_picture
@@ -74,7 +75,8 @@ from vlm_batch.inputs.videos import (
     measure_video,
     own_video,
 )
-from vlm_batch.records import Thinking
+from vlm_batch.options import Option
+from vlm_batch.records import OptionTokens, Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
@@ -221,6 +223,7 @@ class Question:
     new_form: int = 0
     form: Form | None = None
     is_templated: bool = True
+    options: tuple[Option, ...] = ()
 
     @property
     def least_tokens(self) -> int:
@@ -299,6 +302,7 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Form | None = None
     thinking: Thinking | None = None
+    options: tuple[OptionTokens, ...] = ()
 
 
 class Preparer:
@@ -376,6 +380,7 @@ class Preparer:
             client=request.client,
             new_form=new_form,
             is_templated=request.template is not None,
+            options=tuple(request.options),
             **self._checked_prompt(request, turns, media),
         ).measured()
         self._check_size(question)
@@ -668,6 +673,18 @@ class Preparer:
             bad_words=self._ids_of_words(question.params.bad_words),
             form=None if form is None else form.copy(question.client),
             thinking=question.thinking,
+            options=self._options(question, inputs),
+        )
+
+    def _options(
+        self, question: Question, inputs: Mapping[str, Any]
+    ) -> tuple[OptionTokens, ...]:
+        """Return the options' tokens behind the prompt's."""
+        if not question.options:
+            return ()
+        ids = np.array(inputs["input_ids"])[0].tolist()
+        return tokens_of_options(
+            self.processing, self._reserved, question.prompt, ids, question.options
         )
 
     def _decoded_images(
