@@ -45,11 +45,11 @@ from vlm_batch.errors import (  # noqa: E402
     UnsupportedModel,
     VLMBatchError,
 )
-from vlm_batch.options import OptionScore  # noqa: E402
 from vlm_batch.registry import ModelSpec  # noqa: E402
 from vlm_batch.types import (  # noqa: E402
     Audio,
     FetchPolicy,
+    OptionScore,
     Request,
     Result,
     SamplingParams,

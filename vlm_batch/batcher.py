@@ -33,7 +33,6 @@ from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.loading.recommended import RecommendedSampling, read_recommended
 from vlm_batch.many import RequestLike
-from vlm_batch.options import Option, OptionScore
 from vlm_batch.policy import check_policy, describe_policy, policy_of
 from vlm_batch.progress import progress_bar
 from vlm_batch.registry import ModelSpec
@@ -46,6 +45,8 @@ from vlm_batch.types import (
     FetchPolicy,
     ImageInput,
     Message,
+    Option,
+    OptionScore,
     Request,
     Result,
     SamplingParams,

@@ -16,9 +16,15 @@ from vlm_batch.engine.row import Row
 from vlm_batch.engine.sampling import Sampled
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import InvalidOption
-from vlm_batch.options import Option, OptionScore
 from vlm_batch.records import OptionTokens
-from vlm_batch.types import Event, Request, Result, SamplingParams
+from vlm_batch.types import (
+    Event,
+    Option,
+    OptionScore,
+    Request,
+    Result,
+    SamplingParams,
+)
 
 #: Tokens that a tokenizer may write beside those of a text's bytes.
 BESIDE = 16

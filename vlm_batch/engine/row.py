@@ -26,13 +26,13 @@ from vlm_batch.engine.text import (
     ShownText,
 )
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.options import Option
 from vlm_batch.records import Encoded, MediaSizes, OptionTokens, PromptKey
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
     Event,
     FinishReason,
+    Option,
     Result,
     SamplingParams,
     Timings,

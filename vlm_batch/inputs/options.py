@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from vlm_batch.errors import InvalidOption, InvalidRequest, shown
 from vlm_batch.inputs.processing import ESCAPE, Processing
 from vlm_batch.inputs.reserved import ReservedWords
-from vlm_batch.options import Option
 from vlm_batch.records import OptionTokens
+from vlm_batch.types import Option
 
 #: Last tokens that stand for a prompt whose text is unknown.
 LAST = 32

@@ -75,7 +75,6 @@ from vlm_batch.inputs.videos import (
     measure_video,
     own_video,
 )
-from vlm_batch.options import Option
 from vlm_batch.records import OptionTokens, Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.memory import trim
@@ -87,6 +86,7 @@ from vlm_batch.types import (
     FetchPolicy,
     ImageInput,
     Message,
+    Option,
     Request,
     SamplingParams,
     Template,
