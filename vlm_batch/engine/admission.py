@@ -58,6 +58,8 @@ class Admission:
 
     @property
     def _most_rows(self) -> int:
+        if self._capacity.ceiling is not None:  # memory is short
+            return self._capacity.num_places
         return self._look_ahead + self._capacity.num_places
 
     def next_to_prepare(self) -> Row | None:

@@ -22,6 +22,7 @@ from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.planning import Planner
+from vlm_batch.engine.pressure import MemoryGuard
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
@@ -102,6 +103,9 @@ class BatchGenerator:
         )
         self.admission = Admission(self.rows, policy, self.capacity, self.memory)
         self.retry = Retry(self.rows, self.capacity, self.reuse.budget)
+        self.guard = MemoryGuard(
+            self.rows, self.capacity, self.retry, self.reuse.budget, policy.least_free
+        )
         self.drafts = drafts
         self.runner = Runner(
             self.adapter,
@@ -200,6 +204,7 @@ class BatchGenerator:
     def step(self) -> list[Event]:
         """Run a step. Returns its events."""
         begin = time.perf_counter()
+        self.guard.step()
         before, self._launched = self._launched, []
         before = self._draft(before)
         free, held = self._decode(self._planner.decode())

@@ -208,6 +208,7 @@ class EngineLoop:
             max_kv_bytes=generator.memory.max_bytes,
             mlx_bytes=mx.get_active_memory(),
             stalled=self._watchdog.stalled,
+            pressed=generator.guard.pressed,
             ahead_bytes=generator.admission.nbytes,
             most_rows=generator.capacity.num_places,
             busy_seconds=totals.busy_seconds,

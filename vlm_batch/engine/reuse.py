@@ -124,7 +124,9 @@ class Reuse:
         self.pictures = pictures
         self.prefix = prefix
         self.shapes = shapes
-        self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
+        if budget is None:  # an empty one counts as False
+            budget = ByteBudget(0) if prefix is None else prefix.budget
+        self.budget = budget
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, perhaps not computed yet
 

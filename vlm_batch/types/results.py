@@ -190,6 +190,7 @@ class Stats:
     # all of MLX's memory in this process: weights, and everything here but input_bytes
     mlx_bytes: int = 0
     stalled: float = 0.0  # seconds in a step that does not end; 0 while steps go on
+    pressed: float = 0.0  # seconds since the system became short of memory; 0 if not
     ahead_bytes: int = 0  # read and prepared for requests that wait
     most_rows: int = 0  # requests that may have a place now; varies with max_rows=None
     # with requests to compute; waiting for their media to be read does not count
