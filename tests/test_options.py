@@ -315,9 +315,13 @@ def test_reproducible_ones_are_the_same_bits() -> None:
 def test_the_prompts_own_come_along(batcher: VLMBatcher) -> None:
     params = {"prompt_logprobs": 0, "max_tokens": 0}
     read = batcher.submit(CIRCLE, PROMPT, params=params).result(timeout=60)
-    result = batcher.submit(
-        CIRCLE, PROMPT, options=OPTIONS, params={"prompt_logprobs": 0}
-    ).result(timeout=60)
+    asked = Request(
+        images=CIRCLE,
+        prompt=PROMPT,
+        options=OPTIONS,
+        params=SamplingParams(prompt_logprobs=0),
+    )
+    result = batcher.submit_request(asked).result(timeout=60)
     assert len(result.options) == len(OPTIONS)
     np.testing.assert_allclose(told(result, 5), told(read, 5), atol=TOLERANCE)
 
@@ -358,7 +362,9 @@ def test_a_text_that_ends_otherwise_needs_token_ids(
 
 
 def test_cancelling_ends_all(batcher: VLMBatcher) -> None:
-    handle = batcher.submit(CIRCLE, PROMPT, options=["a red circle" * 30, "b"])
+    handle = batcher.submit_request(
+        Request(images=CIRCLE, prompt=PROMPT, options=["a red circle" * 30, "b"])
+    )
     assert handle.cancel()
     assert handle.result(timeout=60).finish_reason == "cancelled"
     assert batcher.score("count to 3", ["1 2 3"])[0].is_greedy

@@ -188,15 +188,14 @@ class VLMBatcher:
         template: Template | Mapping[str, Any] | None = PLAIN_TEMPLATE,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-        options: Sequence[Option] = (),
         params: SamplingParams | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache: PromptCache | None = None,
         return_cache: bool = False,
     ) -> Handle:
-        """Submit a request; returns at once. ``Request`` describes the arguments. For its ``inputs``, ``client`` and
-        ``draft``, use ``submit_request``.
+        """Submit a request; returns at once. ``Request`` describes the arguments. For its ``inputs``, ``options``,
+        ``client`` and ``draft``, use ``submit_request``.
 
         Raises:
             InvalidRequest: it cannot be answered. Later errors end this request only.
@@ -213,7 +212,6 @@ class VLMBatcher:
                 template=template,  # type: ignore[arg-type]
                 min_pixels=min_pixels,
                 max_pixels=max_pixels,
-                options=options,
                 params=params,  # type: ignore[arg-type]
                 request_id=request_id,
                 priority=priority,

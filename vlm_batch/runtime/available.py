@@ -1,4 +1,4 @@
-"""What the system has left of its memory, read anew at each call."""
+"""The memory that the system has left, read anew at each call."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MOST_OPTIONS = 128
 
 @dataclass(frozen=True)
 class OptionScore:
-    """What the model says of one option behind the prompt.
+    """The log-probability of one option behind the prompt.
 
     Attributes:
         option: as given.
