@@ -30,7 +30,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.options import Scoring, params_to_score
+from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.inputs.processing import Processing
@@ -66,9 +66,7 @@ def scored(
     for key, (inputs, options) in asked.items():
         params = params_to_score(Request(token_ids=[1], options=options))
         row = new_row(key, Prompt(inputs=as_mlx(inputs)), params, given=inputs)
-        row.options = tuple(options)
-        for one, option in zip((row, *row.siblings), options, strict=True):
-            one.answer.option = OptionTokens(option)
+        give_options(row, [OptionTokens(option, option) for option in options])
         scoring = Scoring(row)
         several |= dict.fromkeys(scoring.row_ids, scoring)
         engine.rows.add(row)

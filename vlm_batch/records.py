@@ -227,6 +227,7 @@ class DraftState:
 class OptionTokens:
     """An option as tokens behind its prompt, or why it has none."""
 
+    given: Any  # a text, or token ids
     tokens: tuple[int, ...] = ()
     error: Exception | None = None
 

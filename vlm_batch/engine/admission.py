@@ -9,6 +9,7 @@ from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, Sizes
+from vlm_batch.engine.options import give_options
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import RowRules
@@ -166,12 +167,11 @@ class Admission:
         )
         end_ids = row.answer.rules.end_ids
         row.answer.rules = RowRules(end_ids, prepared.bad_words)
+        give_options(row, prepared.options)
         if prepared.form is not None or row.params.thinking_budget is not None:
             row.answer.guide = Guide.of(
                 row.params, prepared.form, prepared.thinking, end_ids
             )
-        for one, option in zip((row, *row.siblings), prepared.options, strict=False):
-            one.answer.option = option
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import mlx.core as mx
 
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.options import Scoring, params_to_score
+from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed, describe, let_go
 from vlm_batch.handle import Handle
+from vlm_batch.records import OptionTokens
 from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
@@ -128,7 +129,7 @@ class EngineLoop:
         row.lane, row.has_videos = question.lane, bool(question.videos)
         row.returns_prompt_ids = request.return_prompt_ids
         row.cache_salt = request.cache_salt
-        row.options = tuple(request.options)
+        give_options(row, [OptionTokens(given) for given in request.options])
         self._alive[row.request_id] = handle
         self._inbox.put(lambda loop: loop._add(row))
         if self._gone is not None:  # the loop ended meanwhile
@@ -271,7 +272,7 @@ class EngineLoop:
 
     def _add(self, row: Row) -> None:
         try:
-            if row.siblings or row.options:
+            if row.siblings or row.answer.option is not None:
                 several = _several(row)
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
@@ -361,7 +362,7 @@ class EngineLoop:
 
 def _several(row: Row) -> Several:
     """Return what makes one request of a row and its siblings."""
-    if row.options:
+    if row.answer.option is not None:
         return Scoring(row)
     return Several(row.request_id, row.params.n)
 

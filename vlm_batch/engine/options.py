@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -41,6 +42,14 @@ def params_to_score(request: Request) -> SamplingParams:
         logprobs=1,
         ignore_eos=True,
     )
+
+
+def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
+    """Have a row and its siblings say an option each; none of them, if there are no options."""
+    if not options:
+        return
+    for one, option in zip((row, *row.siblings), options, strict=True):
+        one.answer.rules = replace(one.answer.rules, option=option)
 
 
 def _most_tokens(option: Option) -> int:
@@ -85,8 +94,10 @@ class Scoring(Several):
     """A request with options: one result, once every option's row has ended."""
 
     def __init__(self, row: Row) -> None:
-        super().__init__(row.request_id, len(row.options))
-        self._options = row.options
+        rows = (row, *row.siblings)
+        super().__init__(row.request_id, len(rows))
+        options = [one.answer.option for one in rows]
+        self._options = [None if one is None else one.given for one in options]
 
     def take(self, event: Event) -> Event | None:
         taken = super().take(event)
@@ -108,7 +119,7 @@ class Scoring(Several):
         return replace(first, options=scores)
 
 
-def _score(option: Option, end: Result) -> OptionScore:
+def _score(option: Any, end: Result) -> OptionScore:
     if end.error is not None:
         return OptionScore(option, error=end.error)
     told = end.logprobs or ()

@@ -32,7 +32,6 @@ from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
     Event,
     FinishReason,
-    Option,
     Result,
     SamplingParams,
     Timings,
@@ -134,8 +133,12 @@ class Answer:
     untold: tuple[int, TokenLogprobs | None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
-    option: OptionTokens | None = None  # what it says, to be scored
     ending: Ending | None = None  # set when it is complete, until its row ends
+
+    @property
+    def option(self) -> OptionTokens | None:
+        """What it says, if it is to be scored."""
+        return self.rules.option
 
     @property
     def said(self) -> list[int]:
@@ -212,7 +215,6 @@ class Row:
     may_draft: bool = True
     returns_prompt_ids: bool = False
     cache_salt: str | None = None
-    options: tuple[Option, ...] = ()  # what it and its siblings say, as given
     stage: Stage = Stage.INBOX
     facts: Facts = Facts()
     media: MediaSizes = NO_MEDIA
@@ -473,7 +475,8 @@ def fork(row: Row) -> list[Row]:
         sibling.given = row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
-        answer.rules, answer.changes_logits = given.rules, given.changes_logits
+        answer.rules = replace(given.rules, option=option)
+        answer.changes_logits = given.changes_logits
         answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
         answer.drafter = given.drafter.copy()

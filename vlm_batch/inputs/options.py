@@ -35,9 +35,10 @@ def tokens_of_options(
     found: list[OptionTokens] = []
     for option in options:
         try:
-            found.append(_tokens_of(processing, reserved, context, option))
+            tokens = _tokens_of(processing, reserved, context, option)
+            found.append(OptionTokens(option, tokens))
         except InvalidRequest as error:
-            found.append(OptionTokens(error=error))
+            found.append(OptionTokens(option, error=error))
     return tuple(found)
 
 
@@ -46,12 +47,12 @@ def _tokens_of(
     reserved: ReservedWords,
     context: str | None,
     option: Option,
-) -> OptionTokens:
-    """Raise InvalidRequest."""
+) -> tuple[int, ...]:
+    """Return an option's tokens. Raises InvalidRequest."""
     if not len(option):
         raise InvalidOption("the option is empty")
     if not isinstance(option, str):
-        return OptionTokens(tuple(option))
+        return tuple(option)
     reserved.check(option)
     if context is None:
         raise InvalidOption(
@@ -66,7 +67,7 @@ def _tokens_of(
         )
     if len(whole) == len(before):
         raise InvalidOption(f"the option {shown(option)} has no tokens")
-    return OptionTokens(whole[len(before) :])
+    return whole[len(before) :]
 
 
 def _context(
