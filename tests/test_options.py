@@ -246,6 +246,19 @@ def test_an_option_that_would_change_the_prompts_last_token(
     assert right[0].token_ids == ids("count to nine")[len(ids("count to")) :]
 
 
+def test_an_option_may_say_its_end(batcher: VLMBatcher) -> None:
+    """What begins another option scores no less than that, but by its end."""
+    ends = batcher.processing.eos_token_ids
+    end = batcher.processing.decode_all(ends[:1])
+    asked = Request(images=CIRCLE, prompt=PROMPT)
+    plain = batcher.score(asked, ["a red", "a red circle"])
+    assert plain[0].logprob >= plain[1].logprob
+    ended = batcher.score(asked, [f"a red{end}", f"a red circle{end}"])
+    assert ended[0].logprob < ended[1].logprob
+    for one, other in zip(plain, ended, strict=True):
+        assert other.token_ids == (*one.token_ids, ends[0])
+
+
 def test_tokens_in_context_are_those_of_the_tokenizer() -> None:
     """transformers' own tokenizer of the checkpoint, over rendered prompt and option."""
     processor = load_with_mlx_vlm(str(default_checkpoint()), lazy=True)[1]

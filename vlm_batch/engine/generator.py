@@ -26,7 +26,7 @@ from vlm_batch.engine.pressure import MemoryGuard
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
-from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.rows import Rows, at_ready, without_place
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.sampling import Sampler, sample
 from vlm_batch.engine.schedule import NO_PROMPTS, DecodePlan
@@ -309,14 +309,11 @@ class BatchGenerator:
         self._launched += last.values()
         ready: list[Row] = []
         for row, part in last.items():
-            if part.logits is None:
-                continue
-            siblings = row.siblings
-            self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
-            # these need no place
-            ready += [one for one in siblings if one.ends_next]
-            ready.append(row)
-        return [row for row in ready if row.stage is Stage.READY]
+            if part.logits is not None:
+                siblings = row.siblings
+                self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
+                ready += [*without_place(siblings), row]
+        return at_ready(ready)
 
     def _join(self, rows: Sequence[Row]) -> list[Part]:
         """Move ready rows to the batch. Returns their parts."""

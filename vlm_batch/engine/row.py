@@ -137,7 +137,7 @@ class Answer:
 
     @property
     def option(self) -> OptionTokens | None:
-        """What it says, if it is to be scored."""
+        """The option that it says, if it is to be scored."""
         return self.rules.option
 
     @property

@@ -259,6 +259,16 @@ class Rows:
         return events
 
 
+def without_place(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows whose next token is their last: they join and leave in one step, and need no place."""
+    return [row for row in rows if row.ends_next]
+
+
+def at_ready(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that have logits to choose from, and nothing that ended them."""
+    return [row for row in rows if row.stage is Stage.READY]
+
+
 def waiting(row: Row, *, waits: bool = False) -> WaitingRow:
     """Return what the schedule sees of a waiting row."""
     return WaitingRow(

@@ -53,7 +53,8 @@ def _tokens_of(
         raise InvalidOption("the option is empty")
     if not isinstance(option, str):
         return tuple(option)
-    reserved.check(option)
+    # as an assistant's turn, it may say the end of its turn
+    reserved.check([{"role": "assistant", "content": option}])
     if context is None:
         raise InvalidOption(
             "this prompt's tokens cannot be told from its text; give options as lists of token ids"
