@@ -24,6 +24,7 @@ from vlm_batch import (
     RequestFailed,
     Result,
     SamplingParams,
+    Template,
     VLMBatcher,
 )
 from vlm_batch.arrays import as_mlx
@@ -35,6 +36,7 @@ from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.records import OptionTokens
+from vlm_batch.types import Event, Option
 
 CIRCLE, PROMPT = str(sample_images()[3]), "describe the image"
 RECORDED = [name for name in KINDS if name not in NO_REFERENCE]
@@ -73,10 +75,11 @@ def scored(
     found: dict[str, Result] = {}
     while engine.has_work:
         for event in engine.step():
+            told: Event | None = event
             if event.request_id in several:
-                event = several[event.request_id].take(event)
-            if event is not None and event.result is not None:
-                found[event.request_id] = event.result
+                told = several[event.request_id].take(event)
+            if told is not None and told.result is not None:
+                found[told.request_id] = told.result
     assert len(found["plain"].token_ids) == 12
     return found
 
@@ -196,7 +199,14 @@ def test_the_prompt_is_computed_once(
 def test_a_bad_option_fails_alone(batcher: VLMBatcher) -> None:
     most = batcher.max_context
     assert most is not None
-    options = ["", "a red circle", "a" * 4 * most, [10**6], "<|image_pad|>", "x"]
+    options: list[Option] = [
+        "",
+        "a red circle",
+        "a" * 4 * most,
+        [10**6],
+        "<|image_pad|>",
+        "x",
+    ]
     scores = batcher.score({"prompt": PROMPT, "images": CIRCLE}, options)
     errors = [score.error or "" for score in scores]
     assert [bool(error) for error in errors] == [True, False, True, True, True, False]
@@ -291,9 +301,9 @@ def test_many_questions_share_a_batch_and_nobody_changes(batcher: VLMBatcher) ->
     async def several() -> list[Result]:
         return await asyncio.gather(*map(batcher.submit_request, asked))
 
-    for one, other in zip(asyncio.run(several()), together[1:-1], strict=True):
-        assert [score.token_ids for score in one.options] == [
-            score.token_ids for score in other.options
+    for awaited, result in zip(asyncio.run(several()), together[1:-1], strict=True):
+        assert [score.token_ids for score in awaited.options] == [
+            score.token_ids for score in result.options
         ]
 
 
@@ -343,8 +353,8 @@ def test_of_token_ids_and_of_continued_answers(batcher: VLMBatcher) -> None:
         {"role": "assistant", "content": "a red"},
     ]
     asked = Request(
-        messages=chat, images=CIRCLE, template={"continue_final_message": True}
-    )  # type: ignore[arg-type]
+        messages=chat, images=CIRCLE, template=Template(continue_final_message=True)
+    )
     continued = batcher.score(asked, [" circle", " square"])
     whole = batcher.score(Request(prompt=PROMPT, images=CIRCLE), ["a red circle"])[0]
     assert continued[0].logprob > continued[1].logprob
@@ -387,7 +397,8 @@ def test_a_want_of_memory_is_made_up_for(
     """The decode step of the options fails once: they begin again, and say the same."""
     right = batcher.score({"prompt": PROMPT, "images": CIRCLE}, OPTIONS)
     decoder = batcher._loop.generator._decoder
-    logits, failed = decoder.logits, []
+    failed: list[bool] = []
+    logits = decoder.logits
 
     def once(*given: Any) -> Any:
         if not failed:
