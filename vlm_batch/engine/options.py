@@ -90,14 +90,19 @@ def said_by_options(rows: Sequence[Row], logits: mx.array) -> Sampled:
     return Sampled(tokens, mx.max(logits, axis=-1), told, range(len(rows)))
 
 
+#: How rows end; the first that any has is how their request does. A row that has said its option ends by its length.
+_ENDS = ("cancelled", "length", "stop", "error")
+
+
 class Scoring(Several):
     """A request with options: one result, once every option's row has ended."""
 
     def __init__(self, row: Row) -> None:
-        rows = (row, *row.siblings)
-        super().__init__(row.request_id, len(rows))
-        options = [one.answer.option for one in rows]
-        self._options = [None if one is None else one.given for one in options]
+        self._options: list[Any] = []
+        for one in (row, *row.siblings):
+            assert one.answer.option is not None
+            self._options.append(one.answer.option.given)
+        super().__init__(row.request_id, len(self._options))
 
     def take(self, event: Event) -> Event | None:
         taken = super().take(event)
@@ -107,30 +112,32 @@ class Scoring(Several):
 
     def _scored(self, whole: Result) -> Result:
         """Return the request's result from that of several answers."""
-        ends = (replace(whole, others=()), *whole.others)
-        for end in ends:
-            if end.finish_reason == "cancelled":
-                return _without_answer(end)
-        scores = tuple(map(_score, self._options, ends))
-        first = next((end for end in ends if end.error is None), ends[0])
-        first = _without_answer(first)
-        if first.error is None:
-            first = replace(first, finish_reason="stop")
-        return replace(first, options=scores)
+        ends = [replace(whole, others=()), *whole.others]
+        first = min(ends, key=lambda end: _ENDS.index(end.finish_reason))
+        usage = replace(first.usage, completion_tokens=0)
+        found = replace(first, text="", token_ids=(), logprobs=None, usage=usage)
+        if found.finish_reason == "cancelled":
+            return found
+        if found.error is None:
+            found = replace(found, finish_reason="stop")
+        return replace(found, options=tuple(map(_score, self._options, ends)))
 
 
 def _score(option: Any, end: Result) -> OptionScore:
-    if end.error is not None:
+    if end.error is not None or end.logprobs is None:
         return OptionScore(option, error=end.error)
-    told = end.logprobs or ()
-    logprobs = tuple(one.logprob for one in told)
+    logprobs: list[float] = []
+    most: list[float] = []
+    for one in end.logprobs:
+        logprobs.append(one.logprob)
+        most.append(one.top[0][1])
     text = option if isinstance(option, str) else end.text
-    is_greedy = all(one.logprob >= one.top[0][1] for one in told)
     return OptionScore(
-        option, sum(logprobs), end.token_ids, logprobs, len(text.encode()), is_greedy
+        option,
+        logprob=sum(logprobs),
+        token_ids=end.token_ids,
+        token_logprobs=tuple(logprobs),
+        num_bytes=len(text.encode()),
+        # of tokens that are as likely, any may be the greedy one
+        is_greedy=logprobs == most,
     )
-
-
-def _without_answer(end: Result) -> Result:
-    usage = replace(end.usage, completion_tokens=0)
-    return replace(end, text="", token_ids=(), logprobs=None, usage=usage)

@@ -156,17 +156,14 @@ class VLMBatch(lmms):
         """Return sampling parameters. What has no name here is logged."""
         params: dict[str, Any] = {"max_tokens": self._max_new_tokens}
         for name, value in given.items():
-            if name in _SAMPLING and value is not None:
+            if name in _SAMPLING:
                 params[_SAMPLING[name]] = value
-            elif name not in (*_SAMPLING, *_UNREAD):
+            elif name not in _UNREAD:
                 logger.warning("generation_kwargs: %s is not read", name)
+        said = {name: value for name, value in params.items() if value is not None}
         if not given.get("do_sample", True):
-            params["temperature"] = 0
-        until = given.get("until") or ()
-        until = [until] if isinstance(until, str) else until
-        # lmms-eval's default, which would end answers at their first paragraph
-        params["stop"] = [text for text in until if text.strip()]
-        return params
+            said["temperature"] = 0
+        return {**said, "stop": _stops(given.get("until"))}
 
     def generate_until_multi_round(self, requests: Any) -> Any:
         raise NotImplementedError("vlm_batch answers tasks of one round")
@@ -227,6 +224,14 @@ class VLMBatchChat(VLMBatch):
             parts = [_part(part, media) for part in turn["content"]]
             turns.append({"role": turn["role"], "content": parts})
         return self._request(messages=turns, params=self._params(given), **media.fields)
+
+
+def _stops(until: str | Sequence[str] | None) -> list[str]:
+    """Return stop strings, without lmms-eval's default, which would end answers at their first blank line."""
+    if until is None:
+        return []
+    texts = [until] if isinstance(until, str) else until
+    return [text for text in texts if text.strip()]
 
 
 def _part(part: Mapping[str, Any], media: _Media) -> dict[str, Any]:
