@@ -475,7 +475,9 @@ def fork(row: Row) -> list[Row]:
         sibling.given = row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
-        answer.rules = replace(given.rules, option=option)
+        answer.rules = given.rules
+        if option is not None:
+            answer.rules = replace(given.rules, option=option)
         answer.changes_logits = given.changes_logits
         answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
