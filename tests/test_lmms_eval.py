@@ -196,6 +196,16 @@ def test_chats_have_their_media_in_order(batcher: VLMBatcher) -> None:
     assert model.generate_until([instance])[0].text == handle.result(timeout=60).text
 
 
+def test_what_it_made_it_closes(batcher: VLMBatcher) -> None:
+    ours.VLMBatch(batcher).clean()
+    assert batcher.submit(prompt="count to 3").result(timeout=60).ok
+    made = ours.VLMBatch(pretrained=str(default_checkpoint()), max_rows=2)
+    made.clean()
+    assert made.batcher._loop.is_gone
+    with pytest.raises(ValueError, match="model=PATH"):
+        ours.VLMBatch()
+
+
 def test_media_of_every_kind() -> None:
     media = ours._Media()
     sound = {"array": [0.0] * 160, "sampling_rate": 16000}

@@ -109,6 +109,7 @@ class VLMBatch(lmms):
         chosen = model or pretrained
         if chosen is None:
             raise ValueError("vlm_batch needs --model_args model=PATH")
+        self._is_own = not isinstance(chosen, VLMBatcher)
         if not isinstance(chosen, VLMBatcher):
             chosen = VLMBatcher(
                 chosen,
@@ -123,8 +124,9 @@ class VLMBatch(lmms):
         self._template = {"enable_thinking": enable_thinking}
 
     def clean(self) -> None:
-        """Free the model, as lmms-eval asks for at the end."""
-        self.batcher.close()
+        """Free the model, as lmms-eval asks for at the end. A batcher that was given stays open."""
+        if self._is_own:
+            self.batcher.close()
 
     # Answers
 
