@@ -176,6 +176,7 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     thinking: Any = None
     kept: Mapping[str, Any] | None = None
+    options: tuple[Any, ...] = ()
 
 
 @cache

@@ -20,6 +20,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.schedule import MOST_RESTED
 from vlm_batch.handle import Handle
+from vlm_batch.records import Terms
 from vlm_batch.types import Request, SamplingParams
 
 PLACES = 4
@@ -64,7 +65,7 @@ class Counted:
             max_tokens=tokens, temperature=1.0, seed=len(name), ignore_eos=True
         )
         prompt = Prompt(inputs=as_mlx(inputs_of("qwen2_vl", key)))
-        row = new_row(name, prompt, params, client=client)
+        row = new_row(name, prompt, params, terms=Terms(client=client))
         row.clock.submitted = self.now
         self.generator.rows.add(row)
 

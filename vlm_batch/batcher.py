@@ -14,6 +14,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ from vlm_batch.types import (
     FetchPolicy,
     ImageInput,
     Message,
+    Option,
+    OptionScore,
     Request,
     Result,
     SamplingParams,
@@ -191,8 +194,8 @@ class VLMBatcher:
         cache: PromptCache | None = None,
         return_cache: bool = False,
     ) -> Handle:
-        """Submit a request; returns at once. ``Request`` describes the arguments. For its ``inputs``, ``client`` and
-        ``draft``, use ``submit_request``.
+        """Submit a request; returns at once. ``Request`` describes the arguments. For its ``inputs``, ``options``,
+        ``client`` and ``draft``, use ``submit_request``.
 
         Raises:
             InvalidRequest: it cannot be answered. Later errors end this request only.
@@ -243,6 +246,26 @@ class VLMBatcher:
                 request.cache.claim(self._loop.generator.reuse.identity)
             self._loop.submit(question, request, handle)
         return handle
+
+    def score(
+        self, request: RequestLike, options: Sequence[Option]
+    ) -> tuple[OptionScore, ...]:
+        """Return what the model says of each option behind a prompt, in order (docs/evaluations.md).
+
+        The prompt is computed once. Many questions share a batch through ``Request.options``, which all methods take.
+
+        Args:
+            request: a ``Request``, a mapping of its fields, or a prompt.
+            options: texts, or lists of token ids. One that cannot be scored has an ``error``; the others are scored.
+
+        Raises:
+            InvalidRequest: it cannot be answered, or there are no options.
+            RequestFailed: it failed later, or no option could be scored.
+        """
+        asked = replace(many.request_of(request, "request"), options=options)
+        if not asked.options:
+            raise InvalidRequest("options is empty; it must be what to score")
+        return self.submit_request(asked).result().raise_for_error().options
 
     @advises(dict.fromkeys((*OF_REQUESTS, "images", "prompt"), IN_REQUESTS))
     def generate(

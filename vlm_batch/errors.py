@@ -9,6 +9,7 @@
     │   ├── InvalidImage
     │   ├── InvalidVideo
     │   ├── InvalidAudio
+    │   ├── InvalidOption
     │   ├── PromptTooLong
     │   └── InvalidCache
     ├── OutOfMemory (MemoryError)
@@ -69,6 +70,10 @@ class InvalidVideo(InvalidRequest):
 
 class InvalidAudio(InvalidRequest):
     """A recording is missing, unreadable, empty, too long, or unsupported."""
+
+
+class InvalidOption(InvalidRequest):
+    """An option is empty, too long, or has no tokens of its own behind the prompt."""
 
 
 class PromptTooLong(InvalidRequest):

@@ -207,23 +207,24 @@ async def _as_async(
 def try_submit(submit: Submit, given: Any, index: int = 0) -> Handle | Result:
     """Submit an item. Returns its handle, or a refused one's result. Raises BatcherClosed for the first."""
     try:
-        return submit(_request_of(given, index))
+        return submit(request_of(given, f"item {index}"))
     except Exception as error:
         if isinstance(error, BatcherClosed) and index == 0:
             raise  # no result is lost
         return failed_result(_name_of(given) or f"refused-{index}", error)
 
 
-def _request_of(given: Any, index: int) -> Request:
+def request_of(given: Any, name: str) -> Request:
+    """Return a request from what ``RequestLike`` says. Raises InvalidRequest, which calls it ``name``."""
     if isinstance(given, Request):
         return given
     if isinstance(given, str):
         given = {"prompt": given}
     if not isinstance(given, Mapping):
         raise InvalidRequest(
-            f"item {index} is a {type(given).__name__}; it must be a Request, a mapping of its fields, or a prompt"
+            f"{name} is a {type(given).__name__}; it must be a Request, a mapping of its fields, or a prompt"
         )
-    return record_of(Request, f"item {index}", given, InvalidRequest)
+    return record_of(Request, name, given, InvalidRequest)
 
 
 def _name_of(given: Any) -> str | None:

@@ -61,6 +61,12 @@ def _seconds(name: str, value: Any) -> Any:
     return value
 
 
+def _share(name: str, value: Any) -> float:
+    is_right = is_real(value) and 0 <= value < 1
+    demand(is_right, ValueError, name, value, "a number of at least 0 and below 1")
+    return float(value)
+
+
 def _grid(name: str, value: Any) -> int:
     number = int(whole_option(name, value, least=1))
     right = "a multiple of 256, in which single-row caches grow"
@@ -231,6 +237,12 @@ class Policy:
         "bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two "
         "long clips; one that is larger by itself goes alone",
         (2**30, _PROMISE),
+    )
+    least_free: float = _setting(
+        "share of the machine's or container's memory that is to stay free, 4 GB at most: where less is left, fewer rows live; "
+        "0 does not look",
+        (0.05, "assumed"),
+        check=_share,
     )
     ageing_seconds: float = _setting(
         "seconds of waiting that lift a row by one priority",

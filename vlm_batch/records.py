@@ -267,6 +267,15 @@ class DraftState:
 
 
 @dataclass(frozen=True)
+class OptionTokens:
+    """An option as tokens behind its prompt, or why it has none."""
+
+    given: Any  # a text, or token ids
+    tokens: tuple[int, ...] = ()
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
 class Thinking:
     """Token ids that mark a model's thinking, and its state after the prompt."""
 

@@ -9,6 +9,7 @@ from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, Sizes
+from vlm_batch.engine.options import give_options
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import RowRules
@@ -58,6 +59,8 @@ class Admission:
 
     @property
     def _most_rows(self) -> int:
+        if self._capacity.ceiling is not None:  # memory is short
+            return self._capacity.num_places
         return self._look_ahead + self._capacity.num_places
 
     def next_to_prepare(self) -> Row | None:
@@ -187,6 +190,7 @@ class Admission:
         )
         end_ids = row.answer.rules.end_ids
         row.answer.rules = RowRules(end_ids, prepared.bad_words)
+        give_options(row, prepared.options)
         is_guided = prepared.form is not None
         if is_guided or row.params.thinking_budget is not None:
             row.answer.guide = Guide.of(

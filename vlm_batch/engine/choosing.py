@@ -12,6 +12,7 @@ import numpy as np
 from vlm_batch.arrays import stack_logits
 from vlm_batch.checks import check_within
 from vlm_batch.engine.constraints import apply_masks
+from vlm_batch.engine.options import said_by_options
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.sampling import (
     Sampled,
@@ -121,17 +122,22 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     """Choose and launch tokens together. Recomputed rows repeat theirs."""
     positions = Positions.of(parts)
     told: list[int] = []
+    said: list[int] = []
     new: list[int] = []
     for place, row in enumerate(positions.rows):
         if row.stage is not Stage.DECODE:
             continue  # it began again
-        if row.answer.known_token is None:
-            new.append(place)
-        else:
+        if row.answer.known_token is not None:
             told.append(place)
+        elif row.answer.option is not None:
+            said.append(place)
+        else:
+            new.append(place)
     found: list[Flight | Failed] = []
     if told:
         found.append(_repeat(positions.only(told)))
+    if said:
+        found.append(_score(positions.only(said)))
     positions = positions.only(new)
     if _have_rules(positions.rows):
         positions, failed = _with_rules(positions)
@@ -148,6 +154,13 @@ def _repeat(positions: Positions) -> Flight | Failed:
     logits = mx.take_along_axis(positions.logits, tokens[:, None], axis=-1)[:, 0]
     sampled = Sampled(tokens, logits)
     return attempt(rows, _launch, rows, sampled, is_repeated=True, is_shared=True)
+
+
+def _score(positions: Positions) -> Flight | Failed:
+    """Launch the tokens that options say, with their log-probabilities."""
+    rows = positions.rows
+    sampled = said_by_options(rows, positions.logits)
+    return attempt(rows, _launch, rows, sampled, is_shared=True)
 
 
 def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:

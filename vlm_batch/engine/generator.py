@@ -22,10 +22,11 @@ from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.planning import Planner
+from vlm_batch.engine.pressure import MemoryGuard
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
-from vlm_batch.engine.rows import Rows
+from vlm_batch.engine.rows import Rows, at_ready, without_place
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.sampling import Sampler, sample
 from vlm_batch.engine.schedule import NO_PROMPTS, DecodePlan
@@ -102,6 +103,9 @@ class BatchGenerator:
         )
         self.admission = Admission(self.rows, policy, self.capacity, self.memory)
         self.retry = Retry(self.rows, self.capacity, self.reuse.budget)
+        self.guard = MemoryGuard(
+            self.rows, self.capacity, self.retry, self.reuse.budget, policy.least_free
+        )
         self.drafts = drafts
         self.runner = Runner(
             self.adapter,
@@ -203,6 +207,7 @@ class BatchGenerator:
     def step(self) -> list[Event]:
         """Run a step. Returns its events."""
         begin = time.perf_counter()
+        self.guard.step()
         before, self._launched = self._launched, []
         plan = self._planner.decode()
         self._give_way(plan)
@@ -334,10 +339,10 @@ class BatchGenerator:
         ready: list[Row] = []
         for row, part in last.items():
             if part.logits is not None:
+                siblings = row.siblings
                 self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
-            if row.stage is Stage.READY:
-                ready.append(row)
-        return ready, num_tokens
+                ready += [*without_place(siblings), row]
+        return at_ready(ready), num_tokens
 
     def _join(self, rows: Sequence[Row]) -> list[Part]:
         """Move ready rows to the batch. Returns the parts of those whose next token is to be chosen."""

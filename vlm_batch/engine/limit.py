@@ -96,14 +96,17 @@ class Capacity:
             else RowLimit(policy.first_rows, self.most_rows, gap=policy.token_gap)
         )
         self.most_live = self.most_rows
+        #: Most places while the system is short of memory; None: it is not.
+        self.ceiling: int | None = None
         self._is_plain = False  # whether the last step only decoded
         self._ended = 0  # rows that ended since ``most_live`` changed
 
     @property
     def num_places(self) -> int:
-        if self.limit is None:
-            return self.most_live
-        return min(self.most_live, self.limit.rows)
+        places = self.most_live
+        if self.limit is not None:
+            places = min(places, self.limit.rows)
+        return places if self.ceiling is None else min(places, self.ceiling)
 
     def record(
         self, rows: int, seconds: float, tokens: int, *, are_waiting: bool

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import mlx.core as mx
 
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed, describe, let_go
 from vlm_batch.handle import Handle
-from vlm_batch.records import Terms
+from vlm_batch.records import OptionTokens, Terms
 from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
@@ -131,12 +132,13 @@ class EngineLoop:
         row = new_row(
             handle.request_id,
             Prompt(question=question),
-            request.params,
+            params_to_score(request) if request.options else request.params,
             text=self.generator.text,
             terms=_terms(request),
             cache=request.cache,
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
+        give_options(row, [OptionTokens(given) for given in request.options])
         self._alive[row.request_id] = handle
         self._inbox.put(Message(lambda loop: loop._add(row), row.client))
         if self._gone is not None:  # the loop ended meanwhile
@@ -217,6 +219,7 @@ class EngineLoop:
             max_kv_bytes=generator.memory.max_bytes,
             mlx_bytes=mx.get_active_memory(),
             stalled=self._watchdog.stalled,
+            pressed=generator.guard.pressed,
             ahead_bytes=generator.admission.nbytes,
             most_rows=generator.capacity.num_places,
             busy_seconds=totals.busy_seconds,
@@ -302,8 +305,8 @@ class EngineLoop:
 
     def _add(self, row: Row) -> None:
         try:
-            if row.siblings:
-                several = Several(row.request_id, row.params.n)
+            if row.siblings or row.answer.option is not None:
+                several = _several(row)
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
         except BaseException as error:  # the generator does not know the row
@@ -368,7 +371,10 @@ class EngineLoop:
     def _hand_out(self, event: Event) -> None:
         several = self._several.get(event.request_id)
         if several is not None:
-            event = several.take(event)
+            taken = several.take(event)
+            if taken is None:
+                return
+            event = taken
         handle = self._alive.get(event.request_id)
         if handle is None:
             return
@@ -391,11 +397,18 @@ def _terms(request: Request) -> Terms:
     return Terms(
         request.priority,
         request.client,
-        may_draft=request.draft == "auto",
+        may_draft=request.draft == "auto" and not request.options,
         returns_cache=request.return_cache,
         returns_prompt_ids=request.return_prompt_ids,
         cache_salt=request.cache_salt,
     )
+
+
+def _several(row: Row) -> Several:
+    """Return what makes one request of a row and its siblings."""
+    if row.answer.option is not None:
+        return Scoring(row)
+    return Several(row.request_id, row.params.n)
 
 
 def _gone_event(request_id: str, reason: str) -> Event:

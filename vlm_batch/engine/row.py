@@ -26,7 +26,14 @@ from vlm_batch.engine.text import (
     ShownText,
 )
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import Encoded, MediaSizes, PromptFacts, PromptKey, Terms
+from vlm_batch.records import (
+    Encoded,
+    MediaSizes,
+    OptionTokens,
+    PromptFacts,
+    PromptKey,
+    Terms,
+)
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
@@ -124,6 +131,11 @@ class Answer:
     def untold(self) -> Untold | None:
         """The next token, which its form still checks."""
         return None if self.guide is None else self.guide.untold
+
+    @property
+    def option(self) -> OptionTokens | None:
+        """The option that it says, if it is to be scored."""
+        return self.rules.option
 
     @property
     def said(self) -> list[int]:
@@ -249,6 +261,11 @@ class Row:
     @property
     def has_ended(self) -> bool:
         return self.stage is Stage.ENDED
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether its next token is its last, which no forward follows."""
+        return self.answer.num_sampled + 1 >= self.answer.max_tokens
 
     @property
     def is_untold(self) -> bool:
@@ -465,8 +482,10 @@ def sibling_id(request_id: str, index: int) -> str:
 def fork(row: Row) -> list[Row]:
     """Detach a ready row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
+        option = sibling.answer.option
+        needs_cache = option is None or len(option.tokens) > 1
         sibling.prompt = Prompt(
-            cache=copy.deepcopy(row.prompt.cache),
+            cache=copy.deepcopy(row.prompt.cache) if needs_cache else None,
             prefilled=row.prompt.prefilled,
             logits=row.prompt.logits,
         )
@@ -476,6 +495,8 @@ def fork(row: Row) -> list[Row]:
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
         answer.rules = given.rules
+        if option is not None:
+            answer.rules = replace(given.rules, option=option)
         answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
         answer.drafter = given.drafter.copy()

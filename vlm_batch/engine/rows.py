@@ -15,6 +15,7 @@ from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.ledger import AHEAD, Ledger
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory, tokens
+from vlm_batch.engine.options import error_of
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
 from vlm_batch.engine.schedule import Clients, WaitingRow, in_turn
@@ -143,15 +144,36 @@ class Rows:
             self.ledger.move(row, Stage.LAST)
             return
         row.prompt.logits = logits
-        for sibling in fork(row) if row.siblings else ():
+        siblings = fork(row) if row.siblings else []
+        for sibling in siblings:
             self.ledger.add(sibling, Stage.READY)
         self.ledger.move(row, Stage.READY)
+        if row.answer.option is not None:
+            self._begin_options([row, *siblings], logits.shape[-1])
+
+    def _begin_options(self, rows: Iterable[Row], size: int) -> None:
+        """Have each row say its option, among ``size`` tokens. End those that cannot."""
+        for row in rows:
+            option = row.answer.option
+            assert option is not None
+            error = error_of(row, option, size)
+            if error is not None:
+                self.end(row, "error", error)
+            row.answer.max_tokens = len(option.tokens)
 
     def join(self, row: Row, others: int) -> None:
-        """Move a ready row to the batch; free its embeddings. ``others``: rows that join next."""
+        """Move a ready row to the batch; free its embeddings. ``others``: rows that join next.
+
+        One whose next token is its last leaves at once, and takes no place.
+        """
         caches, row.prompt = row.prompt.cache, Prompt()
+        if caches is not None:
+            self._memory.learn(caches, row.facts.length + row.answer.num_fed)
+        if row.ends_next:
+            row.prompt = Prompt(cache=caches)
+            self.ledger.move(row, Stage.DECODE)
+            return
         assert caches is not None
-        self._memory.learn(caches, row.facts.length + row.answer.num_fed)
         self.batch.join(row, caches, others)
         self.ledger.move(row, Stage.DECODE)
 
@@ -239,6 +261,16 @@ class Rows:
     def tell(self) -> list[Event]:
         events, self.events = self.events, []
         return events
+
+
+def without_place(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows whose next token is their last: they join and leave in one step, and need no place."""
+    return [row for row in rows if row.ends_next]
+
+
+def at_ready(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that have logits to choose from, and nothing that ended them."""
+    return [row for row in rows if row.stage is Stage.READY]
 
 
 def waiting(row: Row, *, waits: bool = False) -> WaitingRow:

@@ -15,6 +15,7 @@ import mlx.core as mx
 from vlm_batch.checks import check_within
 from vlm_batch.engine.logprobs import Logprobs, largest
 from vlm_batch.engine.work import checked_logits
+from vlm_batch.records import OptionTokens
 from vlm_batch.runtime import exponentials
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
@@ -26,11 +27,12 @@ MORE_CANDIDATES = 16
 
 @dataclass(frozen=True)
 class RowRules:
-    """A row's end tokens, and its bad words as ids."""
+    """A row's end tokens, its bad words as ids, and the option that it says, if it is to be scored."""
 
     end_ids: Collection[int] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     changes_logits: bool = False  # whether a stage of the row's own does; once encoded
+    option: OptionTokens | None = None
     _made: list[tuple[SamplingParams, _Arrays]] = field(
         init=False, compare=False, repr=False, default_factory=list
     )

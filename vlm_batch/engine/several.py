@@ -17,8 +17,8 @@ class Several:
         )
         self._ended: dict[int, Result] = {}
 
-    def take(self, event: Event) -> Event:
-        """Turn a row's event into the request's; the last has the result."""
+    def take(self, event: Event) -> Event | None:
+        """Turn a row's event into the request's; the last has the result. None: the request says nothing yet."""
         index, result = self.row_ids.index(event.request_id), event.result
         if result is None:
             return replace(event, request_id=self.request_id, index=index)

@@ -136,6 +136,7 @@ class Checker:
             client=request.client,
             new_form=new_form,
             is_templated=request.template is not None,
+            options=tuple(request.options),
             **self._checked_prompt(request, turns, media),
         ).measured()
         self.check_size(question)

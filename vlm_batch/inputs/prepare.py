@@ -27,12 +27,14 @@ from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.grammar import Form, Forms
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.limits import Limits, check_num_pictures
+from vlm_batch.inputs.options import tokens_of_options
 from vlm_batch.inputs.processing import ESCAPE, Processing, ProcessorPool
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.question import Prepared, Question
 from vlm_batch.inputs.recalled import recalled_picture
 from vlm_batch.inputs.reserved import ReservedWords
 from vlm_batch.inputs.videos import Clip, load_video
+from vlm_batch.records import OptionTokens
 from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
@@ -149,6 +151,18 @@ class Preparer:
             bad_words=self._ids_of_words(question.params.bad_words),
             form=None if form is None else form.copy(question.client),
             thinking=question.thinking,
+            options=self._options(question, inputs),
+        )
+
+    def _options(
+        self, question: Question, inputs: Mapping[str, Any]
+    ) -> tuple[OptionTokens, ...]:
+        """Return the options' tokens behind the prompt's."""
+        if not question.options:
+            return ()
+        ids = np.array(inputs["input_ids"])[0].tolist()
+        return tokens_of_options(
+            self.processing, self._reserved, question.prompt, ids, question.options
         )
 
     def _decoded_images(

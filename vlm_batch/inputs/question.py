@@ -16,8 +16,15 @@ from vlm_batch.inputs.images import count_pixels
 from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.processing import PixelBounds
 from vlm_batch.inputs.videos import Sampling, is_to_be_fetched, measure_video
-from vlm_batch.records import Thinking
-from vlm_batch.types import Audio, FetchPolicy, ImageInput, SamplingParams, Video
+from vlm_batch.records import OptionTokens, Thinking
+from vlm_batch.types import (
+    Audio,
+    FetchPolicy,
+    ImageInput,
+    Option,
+    SamplingParams,
+    Video,
+)
 
 #: Most characters per token, on average; English has four to five.
 CHARACTERS_PER_TOKEN = 16
@@ -67,6 +74,7 @@ class Question:
     new_form: int = 0
     form: Form | None = None
     is_templated: bool = True
+    options: tuple[Option, ...] = ()
 
     @property
     def least_tokens(self) -> int:
@@ -148,6 +156,7 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Form | None = None
     thinking: Thinking | None = None
+    options: tuple[OptionTokens, ...] = ()
 
 
 def lane_of(medium: ImageInput | Video | Audio) -> Lane | None:

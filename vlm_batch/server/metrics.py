@@ -100,6 +100,11 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.stalled,
     ),
     (
+        "vlm_batch:memory_pressure_seconds",
+        "Seconds since the system became short of memory; 0 while it is not.",
+        lambda s: s.pressed,
+    ),
+    (
         "vlm_batch:kv_cache_bytes",
         "Bytes of the live rows' keys and values.",
         lambda s: s.kv_bytes,

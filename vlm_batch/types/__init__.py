@@ -10,6 +10,7 @@ from vlm_batch.types.media import (
     Video,
     VideoInput,
 )
+from vlm_batch.types.options import Option, OptionScore
 from vlm_batch.types.requests import (
     DRAFTS,
     MAX_PRIORITY,
@@ -54,6 +55,8 @@ __all__ = [
     "ImageInput",
     "LogitsProcessor",
     "Message",
+    "Option",
+    "OptionScore",
     "Request",
     "Result",
     "SamplingParams",

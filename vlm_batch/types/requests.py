@@ -26,6 +26,7 @@ from vlm_batch.checks import (
 )
 from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest
 from vlm_batch.types.media import AudioInput, ImageInput, VideoInput, several
+from vlm_batch.types.options import Option, checked_options
 from vlm_batch.types.sampling import SamplingParams
 from vlm_batch.types.templates import PLAIN_TEMPLATE, Template
 
@@ -70,6 +71,8 @@ class Request:
         min_pixels: fewest pixels of a picture, if the family's processor has such bounds.
         max_pixels: most pixels, likewise; no more than the model's own, unless ``min_pixels`` is above those.
             ``Result.model_image_sizes`` has the sizes.
+        options: texts, or lists of token ids, that may follow the prompt. ``Result.options`` has the log-probability of
+            each, and there is no answer (docs/evaluations.md). Of ``params`` only ``prompt_logprobs`` goes with them.
         params: ``SamplingParams``, or a mapping of its fields.
         request_id: unique name; by default a new one.
         priority: higher goes first, among one client's requests.
@@ -96,6 +99,7 @@ class Request:
     template: Template | None = PLAIN_TEMPLATE
     min_pixels: int | None = None
     max_pixels: int | None = None
+    options: Sequence[Option] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: int = 0
@@ -114,6 +118,7 @@ class Request:
         put("videos", several(self.videos))
         put("audios", several(self.audios))
         put("params", params_of(self.params))
+        put("options", checked_options(self.options))
         if self.template is not None:
             template = record_of(Template, "template", self.template, InvalidPrompt)
             put("template", template)
@@ -126,6 +131,20 @@ class Request:
         if continues and self.params.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs need every token prefilled; leave cache and return_cache out"
+            )
+        if self.options:
+            self._check_scored()
+
+    def _check_scored(self) -> None:
+        """Refuse what does not go with options."""
+        if self.return_cache:
+            raise InvalidRequest(
+                "options have no answer whose state return_cache could keep; leave it out"
+            )
+        asked = SamplingParams(prompt_logprobs=self.params.prompt_logprobs)
+        if self.params != asked:
+            raise InvalidParameters(
+                "options are scored, not sampled: leave params out, but for prompt_logprobs"
             )
 
     def _check_priority(self, put: Callable[[str, Any], None]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vlm_batch.errors import RequestFailed, describe, let_go
+from vlm_batch.types.options import OptionScore
 
 if TYPE_CHECKING:
     from vlm_batch.store.prompt import PromptCache
@@ -79,6 +80,7 @@ class Result:
         prompt_token_ids: with ``return_prompt_ids``: the prompt as the model reads it, media as placeholders.
         parsed: an answer with a form: the value of its JSON, or its text. None if incomplete.
         others: further answers (``n``), each with its own end and usage.
+        options: what the model says of each of ``Request.options``, in their order.
         error: set if and only if ``finish_reason`` is "error".
         cache: the conversation's state, with ``return_cache``.
     """
@@ -99,6 +101,7 @@ class Result:
     prompt_token_ids: tuple[int, ...] | None = None
     parsed: Any = None
     others: tuple[Result, ...] = ()
+    options: tuple[OptionScore, ...] = ()
     error: str | None = None
     if TYPE_CHECKING:
         exception: BaseException | None = None
@@ -187,6 +190,7 @@ class Stats:
     # all of MLX's memory in this process: weights, and everything here but input_bytes
     mlx_bytes: int = 0
     stalled: float = 0.0  # seconds in a step that does not end; 0 while steps go on
+    pressed: float = 0.0  # seconds since the system became short of memory; 0 if not
     ahead_bytes: int = 0  # read and prepared for requests that wait
     most_rows: int = 0  # requests that may have a place now; varies with max_rows=None
     # with requests to compute; waiting for their media to be read does not count

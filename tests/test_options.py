@@ -1,0 +1,414 @@
+"""Log-probabilities of options behind one prompt: against transformers, mlx-vlm, the prompt's own, in company, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_vlm.utils import load as load_with_mlx_vlm
+
+from tests.harness import TOLERANCE, inputs_of, settings_for, shared_adapter
+from tests.test_several import KINDS
+from tests.test_zoo import NO_REFERENCE, REFERENCES
+from tests.zoo import Inputs, recorded_requests
+from tests.zoo import family as tiny_family
+from vlm_batch import (
+    InvalidParameters,
+    InvalidRequest,
+    OptionScore,
+    Request,
+    RequestFailed,
+    Result,
+    SamplingParams,
+    Template,
+    VLMBatcher,
+)
+from vlm_batch.arrays import as_mlx
+from vlm_batch.assets import default_checkpoint, sample_images
+from vlm_batch.caches import Placement
+from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.options import Scoring, give_options, params_to_score
+from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.errors import OutOfMemory
+from vlm_batch.inputs.processing import Processing
+from vlm_batch.records import OptionTokens
+from vlm_batch.types import Event, Option
+
+CIRCLE, PROMPT = str(sample_images()[3]), "describe the image"
+RECORDED = [name for name in KINDS if name not in NO_REFERENCE]
+OPTIONS = ("a red circle", "a blue square", "a", " red", "two")
+
+
+@pytest.fixture(scope="module")
+def batcher() -> Iterator[VLMBatcher]:
+    with VLMBatcher(default_checkpoint(), max_rows=3) as made:
+        yield made
+
+
+# Every kind of state, against transformers and mlx-vlm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def scored(
+    name: str,
+    asked: Mapping[str, tuple[Inputs, Sequence[tuple[int, ...]]]],
+    placement: Placement,
+) -> dict[str, Result]:
+    """Score options of several prompts at once, beside a row that answers."""
+    engine = BatchGenerator(
+        shared_adapter(name), policy=settings_for(placement, max_rows=3)
+    )
+    plain = SamplingParams(max_tokens=12, ignore_eos=True)
+    engine.insert("plain", as_mlx(inputs_of(name, "image:2:1")), plain)
+    several: dict[str, Scoring] = {}
+    for key, (inputs, options) in asked.items():
+        params = params_to_score(Request(token_ids=[1], options=options))
+        row = new_row(key, Prompt(inputs=as_mlx(inputs)), params, given=inputs)
+        give_options(row, [OptionTokens(option, option) for option in options])
+        scoring = Scoring(row)
+        several |= dict.fromkeys(scoring.row_ids, scoring)
+        engine.rows.add(row)
+    found: dict[str, Result] = {}
+    while engine.has_work:
+        for event in engine.step():
+            told: Event | None = event
+            if event.request_id in several:
+                told = several[event.request_id].take(event)
+            if told is not None and told.result is not None:
+                found[told.request_id] = told.result
+    assert len(found["plain"].token_ids) == 12
+    return found
+
+
+@pytest.mark.parametrize(
+    "placement", list(Placement), ids=lambda placement: placement.name.lower()
+)
+@pytest.mark.parametrize("name", RECORDED)
+def test_they_are_what_transformers_recorded(name: str, placement: Placement) -> None:
+    """Its own answer as an option, that answer's beginning, and tokens that it would not choose."""
+    tiny = tiny_family(name)
+    asked: dict[str, tuple[Inputs, list[tuple[int, ...]]]] = {}
+    truth: dict[str, tuple[list[int], np.ndarray]] = {}
+    with np.load(REFERENCES / f"{name}.npz") as recorded:
+        for key, inputs in recorded_requests(tiny).items():
+            if key not in ("text", "image_1"):
+                continue
+            tokens = recorded[f"{key}/tokens"].tolist()
+            truth[key] = tokens, recorded[f"{key}/logprobs"]
+            options = [tuple(tokens), tuple(tokens[:3]), (5,), (77,), tuple(tokens[:1])]
+            asked[key] = inputs, options
+    found = scored(name, asked, placement)
+    for key, (tokens, logprobs) in truth.items():
+        for score in found[key].options:
+            assert score.error is None
+            steps = range(len(score.token_ids))
+            right = [float(logprobs[step][score.token_ids[step]]) for step in steps]
+            np.testing.assert_allclose(score.token_logprobs, right, atol=TOLERANCE)
+            assert score.logprob == pytest.approx(sum(right), abs=8 * TOLERANCE)
+            is_said = score.token_ids == tuple(tokens[: len(score.token_ids)])
+            assert score.is_greedy is is_said
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "falcon_h1", "gemma3n"])
+def test_a_token_that_nobody_would_choose_is_followed(name: str) -> None:
+    """mlx-vlm's own model, alone, over prompt and option."""
+    tiny = tiny_family(name)
+    inputs = inputs_of(name, "text:5:26")
+    option = (9, 101, 44)
+    model = tiny.build()
+    right = []
+    ids = inputs["input_ids"]
+    for token in option:
+        trace = tiny.greedy(model, {**inputs, "input_ids": ids}, 1)
+        right.append(float(trace.logprobs[0][token]))
+        ids = np.concatenate([ids, [[token]]], axis=1)
+    found = scored(name, {"a": (inputs, [option, option[:2]])}, Placement.SLAB)
+    first, second = found["a"].options
+    np.testing.assert_allclose(first.token_logprobs, right, atol=TOLERANCE)
+    np.testing.assert_allclose(second.token_logprobs, right[:2], atol=TOLERANCE)
+    assert not first.is_greedy
+
+
+# Through the public class
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def told(result: Result, last: int) -> list[float]:
+    """The prompt's own log-probabilities of its last tokens."""
+    assert result.prompt_logprobs is not None
+    found = [one.logprob for one in result.prompt_logprobs[-last:] if one is not None]
+    assert len(found) == last
+    return found
+
+
+def by_hand(batcher: VLMBatcher, option: str, **asked: Any) -> list[float]:
+    """The option as a part of the prompt, whose log-probabilities are summed by hand."""
+    request = Request(prompt=PROMPT, images=CIRCLE)
+    prompt = batcher.rendered(request)
+    assert prompt is not None
+    params = {"prompt_logprobs": 0, "max_tokens": 0}
+    whole = Request(prompt=prompt + option, images=CIRCLE, template=None, params=params)  # type: ignore[arg-type]
+    before = Request(prompt=prompt, images=CIRCLE, template=None)
+    count = batcher.count_tokens(whole) - batcher.count_tokens(before)
+    return told(batcher.submit_request(whole).result(timeout=60), count)
+
+
+def test_they_are_the_prompt_logprobs_of_prompt_and_option(batcher: VLMBatcher) -> None:
+    request = Request(prompt=PROMPT, images=CIRCLE)
+    scores = batcher.score(request, OPTIONS)
+    assert [score.option for score in scores] == list(OPTIONS)
+    for option, score in zip(OPTIONS, scores, strict=True):
+        right = by_hand(batcher, option)
+        np.testing.assert_allclose(score.token_logprobs, right, atol=TOLERANCE)
+        assert score.logprob == pytest.approx(sum(right), abs=5 * TOLERANCE)
+        assert score.per_token == pytest.approx(score.logprob / len(right))
+        assert score.per_byte == pytest.approx(score.logprob / len(option.encode()))
+    assert scores[0].is_greedy
+    assert scores[0].logprob > scores[1].logprob
+    by_ids = batcher.score(request, [score.token_ids for score in scores])
+    assert [one.logprob for one in by_ids] == [one.logprob for one in scores]
+    assert [one.num_bytes for one in by_ids] == [len(option) for option in OPTIONS]
+
+
+def test_the_prompt_is_computed_once(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = batcher._loop.generator.adapter
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        call = getattr(adapter, name)
+
+        def made(*given: Any) -> Any:
+            calls.append(name)
+            return call(*given)
+
+        return made
+
+    for name in ("encode", "prefill", "decode"):
+        monkeypatch.setattr(adapter, name, counted(name))
+    batcher.score({"prompt": "count to 6", "images": CIRCLE}, ["a", "1", "c", "2"])
+    # an option of one token needs no forward of its own
+    assert calls == ["encode", "prefill"]
+
+
+def test_a_bad_option_fails_alone(batcher: VLMBatcher) -> None:
+    most = batcher.max_context
+    assert most is not None
+    options: list[Option] = [
+        "",
+        "a red circle",
+        "a" * 4 * most,
+        [10**6],
+        "<|image_pad|>",
+        "x",
+    ]
+    scores = batcher.score({"prompt": PROMPT, "images": CIRCLE}, options)
+    errors = [score.error or "" for score in scores]
+    assert [bool(error) for error in errors] == [True, False, True, True, True, False]
+    assert errors[0] == "InvalidOption: the option is empty"
+    assert "room for" in errors[2]
+    assert "token 1000000" in errors[3]
+    assert "picture's or video's place" in errors[4]
+    alone = batcher.score({"prompt": PROMPT, "images": CIRCLE}, ["a red circle"])
+    assert scores[1].logprob == pytest.approx(alone[0].logprob, abs=TOLERANCE)
+    assert scores[0].logprob == -math.inf
+    with pytest.raises(RequestFailed, match="option is empty"):
+        batcher.score(PROMPT, ["", ""])
+    with pytest.raises(RequestFailed, match=r"gone\.png"):
+        batcher.score({"prompt": PROMPT, "images": "gone.png"}, ["a", "b"])
+    assert batcher.stats().decoding == 0
+
+
+def test_what_is_refused_at_once(batcher: VLMBatcher) -> None:
+    for wrong in ("yes", [1.5], [None], [["a"]], 3, ["a"] * 129):
+        with pytest.raises(InvalidRequest, match="options"):
+            Request(prompt=PROMPT, options=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameters, match="scored, not sampled"):
+        Request(prompt=PROMPT, options=["a"], params=SamplingParams(temperature=1))
+    with pytest.raises(InvalidRequest, match="return_cache"):
+        Request(prompt=PROMPT, options=["a"], return_cache=True)
+    with pytest.raises(InvalidRequest, match="options is empty"):
+        batcher.score(PROMPT, [])
+
+
+def test_an_option_that_would_change_the_prompts_last_token(
+    batcher: VLMBatcher,
+) -> None:
+    """The rule of evaluation harnesses needs the space with the option; the option alone would be other tokens."""
+    with_space = Request(prompt="count to ", template=None)
+    score = batcher.submit_request(
+        Request(prompt="count to ", template=None, options=["3", "nine"])
+    ).result(timeout=60)
+    ids = batcher.processing.ids_of
+    for option, one in zip(("3", "nine"), score.options, strict=True):
+        whole = ids(f"{with_space.prompt}{option}")
+        if whole[: len(ids("count to "))] == ids("count to "):
+            assert one.token_ids == whole[len(ids("count to ")) :]
+        else:
+            assert "begin with it" in (one.error or "")
+    assert [bool(one.error) for one in score.options] == [False, True]
+    right = batcher.score(Request(prompt="count to", template=None), [" nine"])
+    assert right[0].token_ids == ids("count to nine")[len(ids("count to")) :]
+
+
+def test_an_option_may_say_its_end(batcher: VLMBatcher) -> None:
+    """What begins another option scores no less than that, but by its end."""
+    ends = batcher.processing.eos_token_ids
+    end = batcher.processing.decode_all(ends[:1])
+    asked = Request(images=CIRCLE, prompt=PROMPT)
+    plain = batcher.score(asked, ["a red", "a red circle"])
+    assert plain[0].logprob >= plain[1].logprob
+    ended = batcher.score(asked, [f"a red{end}", f"a red circle{end}"])
+    assert ended[0].logprob < ended[1].logprob
+    for one, other in zip(plain, ended, strict=True):
+        assert other.token_ids == (*one.token_ids, ends[0])
+
+
+def test_tokens_in_context_are_those_of_the_tokenizer() -> None:
+    """transformers' own tokenizer of the checkpoint, over rendered prompt and option."""
+    processor = load_with_mlx_vlm(str(default_checkpoint()), lazy=True)[1]
+    encode = processor.tokenizer.encode
+    with VLMBatcher(default_checkpoint(), caches=None) as batcher:
+        prompt = batcher.rendered(Request(prompt=PROMPT))
+        for score in batcher.score(PROMPT, [*OPTIONS, "\n", "Ünïcode"]):
+            whole = encode(f"{prompt}{score.option}", add_special_tokens=False)
+            before = encode(prompt, add_special_tokens=False)
+            assert list(score.token_ids) == whole[len(before) :]
+
+
+def test_many_questions_share_a_batch_and_nobody_changes(batcher: VLMBatcher) -> None:
+    asked = [
+        Request(prompt=PROMPT, images=str(picture), options=OPTIONS[:count])
+        for picture in sample_images()[2:6]
+        for count in (1, 3, 5)
+    ]
+    plain = Request(prompt="count to 9")
+    together = batcher.generate([plain, *asked, plain], raise_on_error=True)
+    assert together[0].text == together[-1].text == "1 2 3 4 5 6 7 8 9"
+    for request, result in zip(asked, together[1:-1], strict=True):
+        alone = batcher.score(request, request.options)
+        assert (result.text, result.token_ids) == ("", ())
+        assert result.usage.completion_tokens == 0
+        for one, other in zip(result.options, alone, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.logprob == pytest.approx(other.logprob, abs=5 * TOLERANCE)
+
+    async def several() -> list[Result]:
+        return await asyncio.gather(*map(batcher.submit_request, asked))
+
+    for awaited, result in zip(asyncio.run(several()), together[1:-1], strict=True):
+        assert [score.token_ids for score in awaited.options] == [
+            score.token_ids for score in result.options
+        ]
+
+
+def bits(scores: Sequence[OptionScore]) -> list[tuple[float, ...]]:
+    return [score.token_logprobs for score in scores]
+
+
+def test_reproducible_ones_are_the_same_bits() -> None:
+    """Alone and in company, and those of an answer that says the option."""
+    with VLMBatcher(default_checkpoint(), reproducible=True, max_rows=4) as batcher:
+        request = Request(prompt=PROMPT, images=CIRCLE)
+        alone = batcher.score(request, OPTIONS)
+        asked = [
+            Request(prompt=PROMPT, images=str(picture), options=OPTIONS)
+            for picture in sample_images()[2:6]
+        ]
+        busy = [batcher.submit(prompt="count to 9") for _ in range(3)]
+        together = batcher.generate(asked)
+        assert all(handle.result(timeout=60).ok for handle in busy)
+        assert bits(together[1].options) == bits(alone)
+        for option, score in zip(OPTIONS, alone, strict=True):
+            assert bits(batcher.score(request, [option])) == bits([score])
+        answer = batcher.submit(CIRCLE, PROMPT, params={"logprobs": 0}).result(60)
+        said = batcher.score(request, [answer.token_ids])[0]
+        assert said.is_greedy
+        assert answer.logprobs is not None
+        assert said.token_logprobs == tuple(one.logprob for one in answer.logprobs)
+
+
+def test_the_prompts_own_come_along(batcher: VLMBatcher) -> None:
+    params = {"prompt_logprobs": 0, "max_tokens": 0}
+    read = batcher.submit(CIRCLE, PROMPT, params=params).result(timeout=60)
+    asked = Request(
+        images=CIRCLE,
+        prompt=PROMPT,
+        options=OPTIONS,
+        params=SamplingParams(prompt_logprobs=0),
+    )
+    result = batcher.submit_request(asked).result(timeout=60)
+    assert len(result.options) == len(OPTIONS)
+    np.testing.assert_allclose(told(result, 5), told(read, 5), atol=TOLERANCE)
+
+
+def test_of_token_ids_and_of_continued_answers(batcher: VLMBatcher) -> None:
+    chat = [
+        {"role": "user", "content": PROMPT},
+        {"role": "assistant", "content": "a red"},
+    ]
+    asked = Request(
+        messages=chat, images=CIRCLE, template=Template(continue_final_message=True)
+    )
+    continued = batcher.score(asked, [" circle", " square"])
+    whole = batcher.score(Request(prompt=PROMPT, images=CIRCLE), ["a red circle"])[0]
+    assert continued[0].logprob > continued[1].logprob
+    assert continued[0].token_ids == whole.token_ids[-1:]
+    assert continued[0].logprob == pytest.approx(
+        whole.token_logprobs[-1], abs=TOLERANCE
+    )
+    text = batcher.rendered(Request(prompt="count to 3"))
+    assert text is not None
+    ids = batcher.processing.ids_of(text)
+    of_ids = batcher.score(Request(token_ids=ids), ["1 2 3", "2"])
+    of_text = batcher.score("count to 3", ["1 2 3", "2"])
+    assert [one.token_ids for one in of_ids] == [one.token_ids for one in of_text]
+
+
+def test_a_text_that_ends_otherwise_needs_token_ids(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Processing, "decode_all", lambda self, ids: "elsewhere")
+    ids = batcher.processing.ids_of("count to 3")
+    result = batcher.submit_request(Request(token_ids=ids, options=["1", [16]])).result(
+        timeout=60
+    )
+    assert "lists of token ids" in (result.options[0].error or "")
+    assert result.options[1].error is None
+
+
+def test_cancelling_ends_all(batcher: VLMBatcher) -> None:
+    handle = batcher.submit_request(
+        Request(images=CIRCLE, prompt=PROMPT, options=["a red circle" * 30, "b"])
+    )
+    assert handle.cancel()
+    assert handle.result(timeout=60).finish_reason == "cancelled"
+    assert batcher.score("count to 3", ["1 2 3"])[0].is_greedy
+
+
+def test_a_want_of_memory_is_made_up_for(
+    batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode step of the options fails once: they begin again, and say the same."""
+    right = batcher.score({"prompt": PROMPT, "images": CIRCLE}, OPTIONS)
+    decoder = batcher._loop.generator._decoder
+    failed: list[bool] = []
+    logits = decoder.logits
+
+    def once(*given: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise OutOfMemory("[malloc] unable to allocate")
+        return logits(*given)
+
+    monkeypatch.setattr(decoder, "logits", once)
+    found = batcher.score({"prompt": PROMPT, "images": CIRCLE}, OPTIONS)
+    assert failed
+    assert [one.error for one in found] == [None] * len(OPTIONS)
+    for one, other in zip(found, right, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=5 * TOLERANCE)
