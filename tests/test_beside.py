@@ -27,21 +27,23 @@ PLACES = 4
 #: The chat's client, another, and one that has what nobody wants.
 CHAT, BURST, BATCH = 1, 2, -1
 #: Seconds of the tests' clock between two steps.
-STEP = 0.05
+STEP = 0.01
 
 
 class Counted:
     """A generator of which each launch is noted, as (what, clients), on a clock that a test moves."""
 
     def __init__(self, placement: Placement = Placement.ROWS, **policy: Any) -> None:
-        policy = {"max_rows": PLACES, "prefill_budget": 64, **policy}
+        # by no measured time
+        fixed = {"prefill_budget": 64, "encode_seconds": 0.0}
+        policy = {"max_rows": PLACES, **fixed, **policy}
         self.generator = BatchGenerator(
             shared_adapter("qwen2_vl"), policy=settings_for(placement, **policy)
         )
         self.launched: list[tuple[str, frozenset[int]]] = []
         self.tokens: dict[str, tuple[int, ...]] = {}
         self.told: Counter[str] = Counter()
-        self.now = 1.0
+        self.now, self.seconds = 1.0, STEP
         runner = self.generator.runner
         ledger = self.generator.rows.ledger
         self._note(runner, "encode", lambda given: given)
@@ -75,7 +77,7 @@ class Counted:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            self.now += STEP
+            self.now += self.seconds
             for event in self.generator.step():
                 self.told[event.request_id] += event.token is not None
                 if event.result is not None:
@@ -99,7 +101,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counted]:
 
 @pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("bulk", [BURST, BATCH])
-@pytest.mark.parametrize("steps", [7, 26])
+@pytest.mark.parametrize("steps", [20, 33])
 def test_nothing_of_others_is_launched_before_a_first_token(
     counted: Callable[..., Counted], placement: Placement, bulk: int, steps: int
 ) -> None:
@@ -142,7 +144,8 @@ def test_others_have_half_of_the_time_whoever_comes(
     made.bulk(bulk, 30, tokens=500)
     made.step(20)
     made.launched.clear()
-    steps = int(6 * MOST_RESTED / STEP)
+    made.seconds = 0.05
+    steps = int(6 * MOST_RESTED / made.seconds)
     asked, last = 0, 0
     for _ in range(steps):
         if made.told[f"chat {asked}"] or not asked:
@@ -151,7 +154,7 @@ def test_others_have_half_of_the_time_whoever_comes(
         before = made.of(bulk)
         made.step()
         last += made.of(bulk) > before
-    assert last >= steps / 2 - MOST_RESTED / STEP
+    assert last >= steps / 2 - MOST_RESTED / made.seconds
     assert asked > steps / 20
 
 

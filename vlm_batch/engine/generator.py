@@ -29,7 +29,7 @@ from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.rows import Rows, at_ready, without_place
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.sampling import Sampler, sample
-from vlm_batch.engine.schedule import NO_PROMPTS, DecodePlan
+from vlm_batch.engine.schedule import DecodePlan
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.telling import Telling
 from vlm_batch.engine.text import AnswerText
@@ -128,8 +128,8 @@ class BatchGenerator:
         self._launched: list[Flight | Part] = []
         # set by any thread: a step begins no further picture or prompt
         self.is_ending = False
-        # whether the last step had others rest for a row that is still being prepared
-        self.is_waiting = False
+        # whether this step has read or launched something
+        self._has_worked = False
         # clients from whom something has come since the step began
         self.callers: Callable[[], Sequence[int]] = tuple
 
@@ -202,6 +202,11 @@ class BatchGenerator:
     def has_work(self) -> bool:
         return bool(self.rows.events) or self.rows.is_active
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last step had others rest for a row that is still being prepared."""
+        return self._planner.is_still and not self._has_worked
+
     # A step
 
     def step(self) -> list[Event]:
@@ -209,6 +214,7 @@ class BatchGenerator:
         begin = time.perf_counter()
         self.guard.step()
         before, self._launched = self._launched, []
+        self._has_worked = bool(before)
         plan = self._planner.decode()
         self._give_way(plan)
         self._begin_patience()
@@ -217,20 +223,17 @@ class BatchGenerator:
             before = self._draft(before)
             decoded = self._decode()
         free, held = decoded
-        num_decoding = 0 if plan.is_still else len(self.rows.batch)
+        num_decoding = sum(len(part.rows) for part in [*free, *held])
         self._choose(free)
         self.telling.read(before)
         self._choose(self.telling.in_time(held))
         self._read_last()
-        has_decoded = num_decoding > 0
-        joined, encoding = self._fill_places(has_launched=has_decoded)
+        joined, encoding = self._fill_places()
         chunks = self._planner.chunks(begin, encoding)
-        has_launched = has_decoded or encoding > 0
-        prefilled, num_tokens = self._prefill(chunks, has_launched=has_launched)
+        prefilled, num_tokens = self._prefill(chunks)
         self._choose(joined + self._join(prefilled))
-        has_prompts = bool(joined or encoding or chunks)
-        self._time_drafts(is_alone=not (plan.is_still or has_prompts))
-        self.is_waiting = plan.is_still and not (before or has_prompts)
+        others = [*joined, *chunks]
+        self._time_drafts(is_alone=not (plan.is_still or others or encoding))
         self._record(begin, encoding, num_decoding, num_tokens)
         return self._tell()
 
@@ -255,8 +258,8 @@ class BatchGenerator:
         self._refuse(plan.refused)
         for one in plan.yields:
             row = self.rows.ledger[one.request_id]
-            if self.retry.attempt(row, self.rows.park, row):
-                row.gave_way |= one.is_for_due
+            row.gave_way |= one.is_for_due
+            self.retry.attempt(row, self.rows.park, row)
 
     def _decode(self) -> tuple[list[Part], list[Part]]:
         """Launch the forwards. Returns the parts to choose from at once, and once tokens are read."""
@@ -265,6 +268,7 @@ class BatchGenerator:
             self.retry.attempt(row, batch.move, row)
         found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
+            self._has_worked = True
             decode = attempt(group.rows, self.runner.decode, group, is_shared=True)
             for part in self.retry.made(decode):
                 found[part.is_held].append(part)
@@ -287,16 +291,13 @@ class BatchGenerator:
 
     # Rows on their way to a place
 
-    def _fill_places(self, *, has_launched: bool) -> tuple[list[Part], float]:
+    def _fill_places(self) -> tuple[list[Part], float]:
         """Encode the first rows in line and place those that fit. Returns parts that joined, and seconds of encoding."""
         begin, seconds = time.perf_counter(), 0.0
         joined: list[Part] = []
         self.runner.encoding.step()
-        while not (self.is_ending or (has_launched and self._is_called())):
-            has_launched = True
+        while self._may_launch():
             plan = self._planner.prompts(seconds)
-            if plan == NO_PROMPTS:
-                break
             for row in self._rows_of(plan.placed):
                 self.rows.place(row)
             joined += self._join(self._rows_of(plan.joining))
@@ -311,26 +312,27 @@ class BatchGenerator:
 
     def _encode(self, rows: Sequence[Row]) -> bool:
         """Encode the first rows, as many as share a call. Returns whether others may be in this step."""
+        self._has_worked = True
         recomputed = self.retry.num_recomputed
         for part in self.retry.made(self.runner.encode(rows)):
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 
-    def _is_called(self) -> bool:
-        """Return whether others are to rest: whoever comes waits for what is launched, and for no more."""
-        return self._planner.is_called(self.callers())
+    def _may_launch(self) -> bool:
+        """Return whether the step begins another picture or prompt, which whoever has come would wait for."""
+        if self.is_ending:
+            return False
+        return not (self._has_worked and self._planner.is_called(self.callers()))
 
-    def _prefill(
-        self, plan: Sequence[Work], *, has_launched: bool
-    ) -> tuple[list[Row], int]:
+    def _prefill(self, plan: Sequence[Work]) -> tuple[list[Row], int]:
         """Launch chunks. Returns the rows whose prompts end, and the tokens that were launched."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
         num_tokens = 0
         works = plan if len(plan) < 2 else self.runner.group(plan)
         for work in works:
-            if self.is_ending or (has_launched and self._is_called()):
+            if not self._may_launch():
                 break
-            has_launched = True
+            self._has_worked = True
             for part in self.retry.made(self.runner.prefill(work)):
                 row = part.rows[0]
                 last[row] = part
@@ -349,8 +351,9 @@ class BatchGenerator:
         joined: list[Part] = []
         for at, row in enumerate(rows, 1):
             logits = row.prompt.logits
-            has_joined = self.retry.attempt(row, self.rows.join, row, len(rows) - at)
-            if has_joined and logits is not None:
+            self.retry.attempt(row, self.rows.join, row, len(rows) - at)
+            # one that was parked has chosen; one that could not join is passed over where tokens are chosen
+            if logits is not None:
                 joined.append(Part([row], logits))
         return joined
 

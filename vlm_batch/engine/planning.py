@@ -40,7 +40,7 @@ class Planner:
         self._reuse = reuse
         self._pace = pace
         self._policy = policy
-        self._resting, self._is_still = schedule.NOBODY, False
+        self._resting, self.is_still = schedule.NOBODY, False
         # whether a step was cut short for a client
         self._is_called = False
         self._rested = 0.0  # seconds that clients have rested more than not
@@ -96,7 +96,7 @@ class Planner:
         self._looked_at, self._is_called = now, False
 
     def _follow(self, plan: schedule.DecodePlan, now: float) -> schedule.DecodePlan:
-        self._resting, self._is_still = plan.resting, plan.is_still
+        self._resting, self.is_still = plan.resting, plan.is_still
         if not plan.is_still:
             self._decoded_at = now
         return plan
@@ -174,7 +174,7 @@ class Planner:
         rows = [
             row for row in self._runner.views(now) if row.client not in self._resting
         ]
-        if self._is_still:
+        if self.is_still:
             budget = self._pace.beside_resting()
         else:
             budget = self._pace.budget(
