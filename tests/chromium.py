@@ -146,10 +146,13 @@ class Browser:
         }
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
+    def picture(self) -> bytes:
+        """Return what is shown, as PNG."""
+        coded = self.call("Page.captureScreenshot", format="png")["data"]
+        return base64.b64decode(coded)
+
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(
-            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        )
+        path.write_bytes(self.picture())
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError, OSError, Empty):

@@ -29,6 +29,7 @@ from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels, size_of_file
 from vlm_batch.inputs.loaders import Loading
 from vlm_batch.inputs.question import Prepared, Question
+from vlm_batch.records import Terms
 
 CHECKPOINT = assets.default_checkpoint()
 DESCRIBE = "describe the picture"
@@ -77,7 +78,9 @@ class Waiting:
     def add(
         self, name: str, loading: FakeLoading, priority: int = 0, lane: str = "memory"
     ) -> None:
-        row = new_row(name, Prompt(question=name), SamplingParams(), priority=priority)
+        row = new_row(
+            name, Prompt(question=name), SamplingParams(), terms=Terms(priority)
+        )
         row.lane = lane
         self.rows[name], self._loadings[name] = row, loading
         self.generator.rows.add(row)

@@ -283,7 +283,7 @@ def test_what_a_reader_of_screens_hears(page: chromium.Browser) -> None:
         "form",
         "log",
     )
-    names = {}
+    names: dict[str, list[str]] = {}
     for node in tree:
         role, name = node["role"].get("value"), node.get("name", {}).get("value", "")
         if role in used and not node.get("ignored"):

@@ -267,7 +267,7 @@ class VLMBatcher:
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
             for index, result in many.as_completed(
-                self.submit_request, requests, self._most_in_flight
+                self.submit_request, requests, self.most_in_flight
             ):
                 results[index] = result
                 advance(result)
@@ -281,7 +281,7 @@ class VLMBatcher:
     ) -> Iterator[Result]:
         """Yield results as requests end; ``request_id`` matches them. Leaving the loop cancels the rest."""
         for _, result in many.as_completed(
-            self.submit_request, many.as_requests(requests), self._most_in_flight
+            self.submit_request, many.as_requests(requests), self.most_in_flight
         ):
             yield result
 
@@ -293,11 +293,12 @@ class VLMBatcher:
             requests, AsyncIterable
         )
         async for _, result in many.as_completed_async(
-            self.submit_request, asked, self._most_in_flight
+            self.submit_request, asked, self.most_in_flight
         ):
             yield result
 
-    def _most_in_flight(self) -> int:
+    def most_in_flight(self) -> int:
+        """Return how many requests keep the batch full: those with a place, and those that are read ahead."""
         return self._loop.generator.capacity.num_places + self._policy.look_ahead
 
     def rendered(self, request: Request) -> str | None:

@@ -34,6 +34,7 @@ from vlm_batch.inputs.processors import (
     evaluate_held,
     no_special_tokens,
     settings_of,
+    silence_lengths,
     with_switched_tokens,
     without_text_options,
 )
@@ -68,6 +69,7 @@ class Processing:
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        silence_lengths(self.tokenizer)
         self.template = ChatTemplate(processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy_for_thread(self.tokenizer)

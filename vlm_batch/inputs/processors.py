@@ -159,6 +159,16 @@ def _without_vocabulary(part: Any) -> dict[str, Any]:
     }
 
 
+def silence_lengths(tokenizer: Any) -> None:
+    """Keep a tokenizer and its copies from warning of indexing errors: a prompt's length is checked by the context.
+
+    Tokenizers compare with ``model_max_length``, which many checkpoints have from a smaller model.
+    """
+    said = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(said, dict):
+        said["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+
 def copy_for_thread(part: Any) -> Any:
     """Copy a processor or tokenizer without mlx-vlm's detokenizer, which cannot be copied (AttributeError).
 

@@ -27,7 +27,7 @@ from vlm_batch.adapters.single import SingleRow
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.caches.verified import check_caches
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NO_DRAFTS, Drafts, NoDrafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.reuse import Caches, Reuse
@@ -184,12 +184,12 @@ def answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
     )
 
 
-def _drafts(draft: str, adapter: Adapter) -> Drafts | None:
+def _drafts(draft: str, adapter: Adapter) -> NoDrafts:
     """Return what an engine drafts with. Raises ValueError."""
     if draft in ("auto", "off"):
         if draft == "auto" and can_draft(adapter):
             return Drafts()
-        return None
+        return NO_DRAFTS
     from vlm_batch.adapters.heads import load_heads
 
     return Drafts(load_heads(draft, adapter))
