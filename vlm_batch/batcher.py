@@ -27,7 +27,7 @@ from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import Caches
 from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.prepare import Limits
+from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.loading.recommended import RecommendedSampling, read_recommended
@@ -352,11 +352,9 @@ class VLMBatcher:
     def recommended_sampling(self) -> RecommendedSampling:
         """The publisher's sampling, from generation_config.json; nothing of it is taken unless a request says so:
         ``params={**batcher.recommended_sampling.params, "max_tokens": 500}``."""
-        return (
-            RecommendedSampling()
-            if self._folder is None
-            else read_recommended(self._folder)
-        )
+        if self._folder is None:
+            return RecommendedSampling()
+        return read_recommended(self._folder)
 
     @property
     def max_context(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -101,7 +102,7 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     _add_doors(app, core)
     files.add_routes(app, core)
     _add_facts(app, core)
-    _add_page(app)
+    _add_page(app, service.config.root_path)
     return app
 
 
@@ -185,14 +186,17 @@ def _add_facts(app: FastAPI, core: Core) -> None:
         }
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_page(app: FastAPI, root_path: str) -> None:
     page = resources.files("vlm_batch.server") / "page"
+    index_html = (page / "index.html").read_text(encoding="utf-8")
+    if root_path:
+        # its links hold for the prefix without a slash behind it, too
+        base = f'<head>\n<base href="{html.escape(root_path)}/">'
+        index_html = index_html.replace("<head>", base, 1)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response(
-            (page / "index.html").read_bytes(), media_type="text/html; charset=utf-8"
-        )
+        return Response(index_html, media_type="text/html; charset=utf-8")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
@@ -220,6 +224,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "vlm-batch",
+        "root": service.config.name,
     }
     loaded = service.model
     if loaded is not None:

@@ -121,7 +121,6 @@ class ChatRequest(Common):
         "include_reasoning": (True,),
         "add_special_tokens": (False,),
         "chat_template": (),
-        "thinking_token_budget": (-1,),
         "echo": (False,),
         "resize_shape": (),
     }
@@ -145,6 +144,8 @@ class ChatRequest(Common):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     mm_processor_kwargs: PixelArguments | None = None
@@ -171,6 +172,9 @@ def chat_ask(
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.tool_choice == "auto" and body.tools is None:  # OpenAI refuses it, too
         raise no_tools()
+    if body.add_generation_prompt and body.continue_final_message:
+        said = "the last message goes on, or the next one begins; leave one out"
+        raise ApiError(400, said, param="continue_final_message")
     check_stream(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = body.tools or ()
@@ -295,7 +299,7 @@ class ChatExchange(Completions):
         return {**self._token(step.token_id, step.logprob), "top_logprobs": tops}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.dialect.token(token_id)
+        text, raw = self.token_text(token_id), self.dialect.token(token_id)[1]
         return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
 
