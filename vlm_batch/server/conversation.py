@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from vlm_batch.server.pages import DOCUMENT
@@ -60,6 +60,13 @@ class Conversation:
             before["content"] = [*listed(before["content"]), *listed(content)]
         else:
             self.turns.append({"role": role, "content": content})
+
+    def go_on(self, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with turns of another chat; instructions at their beginning join those that are here."""
+        begins = bool(turns) and turns[0]["role"] == "system"
+        if begins:
+            self.say("system", turns[0]["content"])
+        self.turns += [dict(turn) for turn in turns[begins:]]
 
     def begin_answer(self, content: TalkContent) -> None:
         """Begin an answer, though there be one before it."""

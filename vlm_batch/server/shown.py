@@ -1,8 +1,9 @@
-"""Routes that show, end and delete responses that are kept."""
+"""Responses that are kept: made in the background, shown, ended and deleted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Literal
 
 from fastapi import FastAPI
@@ -11,14 +12,46 @@ from starlette.responses import Response
 
 from vlm_batch.server.door import Core, entry_of
 from vlm_batch.server.errors import ApiError, JsonResponse
-from vlm_batch.server.exchange import GRACE
+from vlm_batch.server.exchange import GRACE, Exchange
 from vlm_batch.server.kept import Kept
 from vlm_batch.server.streams import SentEvents
+
+logger = logging.getLogger("vlm_batch.server")
 
 
 def following(kept: Kept, begin: int, seconds: float) -> Response:
     """Return a response's events from one on, as they come."""
     return SentEvents(b"", kept.follow(begin), seconds=seconds + GRACE)
+
+
+def make_beside(exchange: Exchange, kept: Kept) -> None:
+    """Make a response beside its connection, with the place in the queue and the bytes of its request."""
+    responses = exchange.core.kept
+    entry = exchange.entry = exchange.entry.detached()
+
+    async def make() -> None:
+        try:
+            async for _ in exchange.stream():
+                pass
+        except ApiError as error:  # before the first event
+            exchange.failed(error)
+        except Exception:
+            logger.exception("response %s ended in its middle", kept.id)
+            exchange.failed(ApiError(500, "the server failed; its log has more"))
+
+    def end(task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            kept.body["status"] = "cancelled"
+        kept.running = None
+        responses.release(kept)
+        kept.wake()
+        entry.said["background"] = kept.body["status"]
+        entry.close()
+
+    kept.body["status"] = "queued"
+    kept.running = asyncio.create_task(make())
+    kept.running.add_done_callback(end)
+    responses.hold(kept)
 
 
 def add_routes(app: FastAPI, core: Core) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from starlette.responses import Response
 
 from vlm_batch.server.answers import Delta
 from vlm_batch.server.asking import Abilities, Ask, Talk, ToolChoice, ask_of
-from vlm_batch.server.conversation import listed, turns_of
+from vlm_batch.server.conversation import Conversation, turns_of
 from vlm_batch.server.door import Core, Door, entry_of
 from vlm_batch.server.doors.responses_wire import (
     ITEMS,
@@ -41,10 +39,8 @@ from vlm_batch.server.kept import Kept
 from vlm_batch.server.openai import ObjectFormat, asked_of, finite
 from vlm_batch.server.output import Output
 from vlm_batch.server.private import new_id
-from vlm_batch.server.shown import add_routes, following
+from vlm_batch.server.shown import add_routes, following, make_beside
 from vlm_batch.types import TokenLogprobs
-
-logger = logging.getLogger("vlm_batch.server")
 
 # In --------------------------------------------------------------------------------------------------------------------
 
@@ -160,16 +156,13 @@ class ResponseExchange(Exchange):
 
     def ask(self, able: Abilities) -> Ask:
         body = self.body
-        turns = list(self.turns)
+        asked = Conversation()
         if body.instructions:
-            head = {"role": "system", "content": body.instructions}
-            turns = [head, *turns]
-            if turns[1:] and turns[1]["role"] == "system":
-                both = [*listed(body.instructions), *listed(turns[1]["content"])]
-                turns[:2] = [{"role": "system", "content": both}]
+            asked.say("system", body.instructions)
+        asked.go_on(self.turns)
         functions = _functions(body)
         talk = Talk(
-            messages=turns,
+            messages=asked.turns,
             sampling=_sampling(body),
             sampling_source=body.sampling,
             tools=[_tool(place[0], one) for place, one in functions.items()],
@@ -250,35 +243,6 @@ class ResponseExchange(Exchange):
             "output_tokens_details": {"reasoning_tokens": counts.reasoning},
             "total_tokens": counts.prompt + counts.completion,
         }
-
-    # In the background -----------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Make the response beside its connection, with the place in the queue and the bytes of its request."""
-        self._response["status"] = "queued"
-        self.entry = self.entry.detached()
-        self.kept.running = asyncio.create_task(self._make())
-        self.kept.running.add_done_callback(self._made)
-        self.core.kept.hold(self.kept)
-
-    async def _make(self) -> None:
-        try:
-            async for _ in self.stream():
-                pass
-        except ApiError as error:  # before the first event
-            self.failed(error)
-        except Exception:
-            logger.exception("response %s ended in its middle", self._response["id"])
-            self.failed(ApiError(500, "the server failed; its log has more"))
-
-    def _made(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            self._response["status"] = "cancelled"
-        self.kept.running = None
-        self.core.kept.release(self.kept)
-        self.kept.wake()
-        self.entry.said["background"] = self._response["status"]
-        self.entry.close()
 
 
 async def _before(
@@ -365,7 +329,7 @@ async def respond(core: Core, body: InputRequest, request: HttpRequest) -> Respo
     exchange = await ResponseExchange.made(core, entry, body, priority=priority)
     if not body.background:
         return await answer_whole_or_streamed(exchange, request)
-    exchange.begin()
+    make_beside(exchange, exchange.kept)
     if not body.stream:
         return JsonResponse(exchange.kept.body)
     return following(exchange.kept, 0, exchange.seconds)
