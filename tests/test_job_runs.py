@@ -6,6 +6,7 @@ import csv
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import random
@@ -38,6 +39,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.cli.watching import JobView
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal, map_table, order, report
+from vlm_batch.jobs.formats import DelimitedFile
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Shard
 from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
@@ -1342,6 +1344,8 @@ def test_shards_are_the_same_on_every_machine() -> None:
     assert sum(many) == 4000 and min(many) > 900
     with pytest.raises(InvalidJob, match="of the form 2/4"):
         Shard.parse("2")
+    with pytest.raises(InvalidJob, match="is not of the form 2/4"):
+        Shard.parse("\N{SUPERSCRIPT TWO}/4")
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -2615,6 +2619,36 @@ def test_the_time_between_two_runs_is_no_time_of_the_job() -> None:
     assert (summary.answered, summary.tokens) == (6, 30)
     assert summary.seconds == pytest.approx(8.0 + 4.0, abs=1e-6)
     assert report.summary_of(lambda: [{"id": "a", "error": "E: x"}]).failed == 1
+
+
+def test_the_report_of_csv_counts_what_lists_hold(folder: Path) -> None:
+    """CSV has lists and objects as JSON: each was read letter by letter, and further answers ended the command."""
+    record = {
+        "id": "a",
+        "text": "x",
+        "images": ["p.png", "q.png#\N{SUPERSCRIPT TWO}"],
+        "others": [{"text": "y", "usage": {"completion_tokens": 2}}],
+        "usage": {"completion_tokens": 3},
+    }
+    path = folder / "out.csv"
+    DelimitedFile().write(path, lambda: iter([record]), tuple(record))
+    summary = report.summary_of(lambda: DelimitedFile().read(path))
+    assert (summary.answered, summary.pictures, summary.tokens) == (1, 2, 5)
+    odd = {"id": "a", "text": "x", "images": ["page.pdf#\N{SUPERSCRIPT TWO}"]}
+    (folder / "page.pdf").write_bytes(b"%PDF-")
+    assert report.summary_of(lambda: [odd]).answered == 1
+
+
+def test_a_number_that_json_has_not_is_null(folder: Path) -> None:
+    """An infinite cell of a column that the output has ended the job."""
+    Image.new("RGB", (8, 6)).save("a.png")
+    cells = {"image": ["a.png"] * 3, "score": [math.inf, math.nan, 1.5]}
+    pq.write_table(pa.table(cells), "in.parquet")
+    run = ["run", "in.parquet", "--prompt", "?", "--quiet", "--out", "out.jsonl"]
+    given = [*run, "--columns", "id,text,score"]
+    assert cli.main(given, open_batcher=Echo()) == 0
+    scores = {row["id"][-1]: row["score"] for row in answers("out.jsonl")}
+    assert scores == {"0": None, "1": None, "2": 1.5}
 
 
 HUNG_UP = """

@@ -25,9 +25,10 @@ from vlm_batch.cli.job import (
 from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
 from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_missing, is_url
+from vlm_batch.jobs.files import common_folder, is_missing
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import JobRow, Shard, Source
@@ -82,7 +83,7 @@ def _check_no_question(paths: Sequence[str]) -> None:
     """Raise UsageError for a question in the place of a path, which is easily typed there."""
     for path in paths:
         is_question = " " in path or path.endswith("?")
-        if is_question and not is_url(path) and is_missing(path):
+        if is_question and is_missing(path):
             raise UsageError(
                 f"there is no file {path!r}; a question goes behind --prompt: "
                 f"vlm-batch run PICTURES --prompt {shlex.quote(path)}"
@@ -334,7 +335,7 @@ def _picture_file(row: JobRow) -> str:
     if row.load is not None or len(row.sources) != 1:
         return ""
     (file,) = row.sources
-    return file if isinstance(file, str) and not is_url(file) else ""
+    return file if isinstance(file, str) and not is_address(file) else ""
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_network(parser.add_argument_group("network"))
     _add_media(parser.add_argument_group("what requests may bring"))
     _add_files(parser.add_argument_group("files and batches"))
+    _add_responses(parser.add_argument_group("responses"))
     _add_limits(parser.add_argument_group("limits"))
     agent = "print a property list by which macOS keeps this command running, and serve nothing"
     parser.add_argument(launchd.FLAG, action="store_true", help=agent)
@@ -304,6 +305,16 @@ def _add_files(group: argparse._ArgumentGroup) -> None:
     upload = "of one file (default: 200)"
     _say(group, "--files-gb", "max_files", most, type=_gigabytes, metavar="GB")
     _say(group, "--max-upload-mb", "max_upload", upload, type=_megabytes, metavar="MB")
+
+
+def _add_responses(group: argparse._ArgumentGroup) -> None:
+    folder = "keep responses in this folder (default: in memory, until the server ends)"
+    group.add_argument("--responses", type=_folder, metavar="FOLDER", help=folder)
+    most = "of all responses in the folder (default: 10)"
+    _say(group, "--responses-gb", "max_responses", most, type=_gigabytes, metavar="GB")
+    memory = "of responses in memory (default: 512)"
+    flag, name = "--responses-memory-mb", "max_kept"
+    _say(group, flag, name, memory, type=_megabytes, metavar="MB")
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_batch.handle import Handle
 from vlm_batch.jobs.answers import with_form
-from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored
+from vlm_batch.jobs.arrow import (
+    BATCH_ROWS,
+    picture_columns,
+    picture_features,
+    rows_of,
+    stored,
+)
 from vlm_batch.jobs.cells import (
     THE_TABLE,
     Columns,
@@ -94,7 +100,7 @@ def _map_pandas(asked: _Asked, table: Any) -> Any:
 
 
 def _map_dataset(asked: _Asked, table: Any) -> Any:
-    rows = _rows_of(stored(table))
+    rows = rows_of(stored(table))
     pictures = picture_features(table)
     found = asked.lists(rows, table.column_names, pictures, len(table))
     for name, values in found.items():
@@ -121,12 +127,14 @@ class _Asked:
         self._check_prompt(names)
         found = self.given.resolve(names, THE_TABLE, pictures)
         found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
-        return found if self.prompt is not None else replace(found, prompt="prompt")
+        if self.prompt is not None:
+            return found
+        return replace(found, prompt="prompt")
 
     def _check_prompt(self, names: list[str]) -> None:
+        if self.prompt is None and "prompt" not in names:
+            raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
         if self.prompt is None:
-            if "prompt" not in names:
-                raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
             return
         missing = sorted(self.questions.columns - set(names))
         if missing:
@@ -187,10 +195,10 @@ class _Asked:
         )
 
     def by_name(self, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-        return {
-            name: [answer[place] for answer in answers]
-            for place, name in enumerate(self.names)
-        }
+        found = {}
+        for place, name in enumerate(self.names):
+            found[name] = [answer[place] for answer in answers]
+        return found
 
 
 def _answer_of(result: Result) -> Answer:
@@ -198,19 +206,10 @@ def _answer_of(result: Result) -> Answer:
     return text, result.error, result.usage.completion_tokens
 
 
-def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    return (row for batch in batches for row in batch.to_pylist())
-
-
 def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
     import pyarrow as pa
 
-    kinds = [
-        pa.field(name, kind)
-        for name, kind in zip(
-            asked.names, (pa.string(), pa.string(), pa.int64()), strict=True
-        )
-    ]
+    kinds = list(map(pa.field, asked.names, (pa.string(), pa.string(), pa.int64())))
     if isinstance(table, pa.RecordBatchReader):
         whole = pa.schema([*table.schema, *kinds], table.schema.metadata)
         return pa.RecordBatchReader.from_batches(whole, _batches(asked, table, whole))
@@ -221,7 +220,7 @@ def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
             raise InvalidJob(
                 f"{type(table).__name__} is no table of datasets, pyarrow, pandas or polars: {error}"
             ) from error
-    rows = _rows_of(table.to_batches(max_chunksize=BATCH_ROWS))
+    rows = rows_of(table.to_batches(max_chunksize=BATCH_ROWS))
     pictures = picture_columns(table.schema)
     found = asked.lists(rows, table.schema.names, pictures, table.num_rows)
     for field in kinds:
@@ -241,7 +240,7 @@ def _batches(
     def rows() -> Iterator[Mapping[str, Any]]:
         for batch in table:
             waiting.append(batch)
-            yield from _rows_of(
+            yield from rows_of(
                 batch.slice(start, BATCH_ROWS)
                 for start in range(0, batch.num_rows, BATCH_ROWS)
             )
@@ -265,25 +264,19 @@ def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
     pictures = picture_features(dataset)
     bare = dataset
     # as they are stored: they are decoded when they are asked about
+    as_stored = datasets.Image(decode=False)
     for name in pictures:
-        kind, stored = dataset.features[name], datasets.Image(decode=False)
-        bare = bare.cast_column(
-            name, stored if isinstance(kind, datasets.Image) else type(kind)(stored)
-        )
-    columns = asked.columns(list(dataset.features or next(iter(dataset), {})), pictures)
+        kind = dataset.features[name]
+        is_list = not isinstance(kind, datasets.Image)
+        bare = bare.cast_column(name, type(kind)(as_stored) if is_list else as_stored)
+    names = list(dataset.features or next(iter(dataset), {}))
+    stream = _Stream(asked, bare, asked.columns(names, pictures))
     features = None
     if dataset.features is not None:
-        kinds = (
-            datasets.Value("string"),
-            datasets.Value("string"),
-            datasets.Value("int64"),
-        )
-        features = datasets.Features(
-            {**dataset.features, **dict(zip(asked.names, kinds, strict=True))}
-        )
-    return datasets.IterableDataset.from_generator(
-        _Stream(asked, bare, columns), features=features
-    )
+        text, number = datasets.Value("string"), datasets.Value("int64")
+        added = dict(zip(asked.names, (text, text, number), strict=True))
+        features = datasets.Features({**dataset.features, **added})
+    return datasets.IterableDataset.from_generator(stream, features=features)
 
 
 class _Stream:

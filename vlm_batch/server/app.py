@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from vlm_batch.server.doors import DOORS, files
 from vlm_batch.server.doors.batches import ENDPOINTS
 from vlm_batch.server.edge import Edge
 from vlm_batch.server.errors import ApiError, JsonResponse, refusal
+from vlm_batch.server.kept import KeptResponses, ResponseFolder
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.service import Service
 from vlm_batch.server.stored import FileStore
@@ -47,11 +49,13 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        sweeping = asyncio.create_task(core.kept.sweep())
         if batches is not None:
             batches.start()
         try:
             yield
         finally:
+            sweeping.cancel()
             core.kept.close()
             if batches is not None:
                 await batches.close()
@@ -88,7 +92,11 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     if config.files is not None:
         store = FileStore(config.files, config.max_files)
         service.metrics.watch_files(lambda: store.size)
-    core = Core(service, app.state.bodies, media, files=store)
+    folder = None
+    if config.responses is not None:
+        folder = ResponseFolder(config.responses, config.max_responses)
+    kept = KeptResponses(config.max_kept, folder)
+    core = Core(service, app.state.bodies, media, kept, files=store)
     batches = None if store is None else Batches(core, store, ENDPOINTS)
     app.state.batches = batches
     _add_doors(app, core)
@@ -216,6 +224,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "vlm-batch",
+        "root": service.config.name,
     }
     loaded = service.model
     if loaded is not None:
