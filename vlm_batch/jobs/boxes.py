@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -112,9 +111,10 @@ def _in_pixels(
     """Return the upright box around points, within the page; None without an area."""
     left, right = _extent(numbers[0::2], across, page[0])
     top, bottom = _extent(numbers[1::2], down, page[1])
-    if left >= right or top >= bottom:
-        return None
-    return left, top, right, bottom
+    has_area = left < right and top < bottom
+    if has_area:
+        return (left, top, right, bottom)
+    return None
 
 
 def _extent(numbers: Sequence[float], side: _Side, length: int) -> tuple[int, int]:
@@ -131,8 +131,14 @@ _FOUR = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]")
 def _grounded(answer: str) -> Iterator[_Found]:
     """``<|ref|>title<|/ref|><|det|>[[127, 81, 870, 110]]<|/det|>``, and behind it the region's text."""
     for match, text in _with_what_follows(_REFERRED, answer):
+        label = _or_none(match[1])
         for four in _FOUR.findall(match[2]):
-            yield _Found(_numbers(four), match[1].strip() or None, text)
+            yield _Found(_numbers(four), label, text)
+
+
+def _or_none(text: str) -> str | None:
+    """Return a text without the space around it; None if nothing is left."""
+    return text.strip() or None
 
 
 #: What models call a cell's box, its kind and its text.
@@ -163,7 +169,12 @@ def _first(cell: Mapping[str, Any], names: Sequence[str]) -> Any:
 def _is_box(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 4:
         return False
-    return all(type(one) in (int, float) and abs(one) < 1e9 for one in value)
+    return all(map(_is_place, value))
+
+
+def _is_place(value: Any) -> bool:
+    is_number = type(value) in (int, float)
+    return is_number and abs(value) < 1e9
 
 
 _TAG = re.compile(r"<(\w+)><loc_(\d+)><loc_(\d+)><loc_(\d+)><loc_(\d+)>")
@@ -172,9 +183,8 @@ _TAG = re.compile(r"<(\w+)><loc_(\d+)><loc_(\d+)><loc_(\d+)><loc_(\d+)>")
 def _doctags(answer: str) -> Iterator[_Found]:
     """``<text><loc_58><loc_44><loc_426><loc_91>Dear Ada,</text>``."""
     for match in _TAG.finditer(answer):
-        end = answer.find(f"</{match[1]}>", match.end())
-        text = answer[match.end() :] if end == -1 else answer[match.end() : end]
-        yield _Found(_numbers(match.groups()[1:]), match[1], text.strip() or None)
+        text, _, _ = answer[match.end() :].partition(f"</{match[1]}>")
+        yield _Found(_numbers(match.groups()[1:]), match[1], _or_none(text))
 
 
 _BOXED = re.compile(
@@ -197,8 +207,8 @@ _NUMBER = re.compile(r"\d+")
 def _spotted(answer: str) -> Iterator[_Found]:
     """A line's text, and four corners: ``Hello<|LOC_100|><|LOC_200|>...``."""
     for match in _SPOTTED.finditer(answer):
-        text = match[1].strip() or None
-        yield _Found(_numbers(_NUMBER.findall(match[2])), None, text)
+        corners = _numbers(_NUMBER.findall(match[2]))
+        yield _Found(corners, None, _or_none(match[1]))
 
 
 _QUAD = re.compile(r"([^<]*)((?:<loc_\d+>){8})")
@@ -208,7 +218,7 @@ def _quads(answer: str) -> Iterator[_Found]:
     """A line's text, and four corners in bins: ``Hello<loc_100><loc_200>...``. A number is its bin's middle."""
     for match in _QUAD.finditer(answer):
         bins = _numbers(_NUMBER.findall(match[2]))
-        yield _Found([one + 0.5 for one in bins], None, match[1].strip() or None)
+        yield _Found([one + 0.5 for one in bins], None, _or_none(match[1]))
 
 
 _REFERENT = re.compile(
@@ -220,8 +230,7 @@ _REFERENT = re.compile(
 def _referents(answer: str) -> Iterator[_Found]:
     """``<|object_ref_start|>a title<|object_ref_end|><|box_start|>(176,106),(232,160)<|box_end|>``."""
     for match in _REFERENT.finditer(answer):
-        text = (match[1] or "").strip() or None
-        yield _Found(_numbers(match.groups()[1:]), None, text)
+        yield _Found(_numbers(match.groups()[1:]), None, _or_none(match[1] or ""))
 
 
 _CLASSED = re.compile(
@@ -235,7 +244,7 @@ def _classed(answer: str) -> Iterator[_Found]:
     for match in _CLASSED.finditer(answer):
         left, top, text, right, bottom, label = match.groups()
         numbers = [float(one[:20]) for one in (left, top, right, bottom)]
-        yield _Found(numbers, label, text.strip() or None)
+        yield _Found(numbers, label, _or_none(text))
 
 
 def _numbers(texts: Sequence[str]) -> list[int]:
@@ -246,11 +255,10 @@ def _with_what_follows(
     pattern: re.Pattern[str], answer: str
 ) -> Iterator[tuple[re.Match[str], str | None]]:
     """Yield matches, each with the text between it and the next."""
-    matches = [*pattern.finditer(answer), None]
-    for match, following in pairwise(matches):
-        assert match is not None
-        end = len(answer) if following is None else following.start()
-        yield match, answer[match.end() : end].strip() or None
+    matches = list(pattern.finditer(answer))
+    ends = [match.start() for match in matches[1:]]
+    for match, end in zip(matches, [*ends, len(answer)], strict=False):
+        yield match, _or_none(answer[match.end() : end])
 
 
 #: By publisher's first name in ``publishers.PUBLISHERS``.

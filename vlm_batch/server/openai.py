@@ -328,8 +328,8 @@ def asked_of(body: Wire, table: Mapping[str, str]) -> dict[str, Any]:
         convert = _CONVERSIONS.get(name)
         ours = table[name]
         if ours in found:
-            why = f"{name} and {by[ours]} say the same; give one"
-            raise ApiError(400, why, param=name)
+            twice = f"{name} and {by[ours]} say the same; give one"
+            raise ApiError(400, twice, param=name)
         found[ours] = value if convert is None else convert(value)
         by[ours] = name
     return found
