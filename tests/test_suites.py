@@ -79,7 +79,7 @@ def test_a_suite_asks_this_server(tmp_path: Path, files: dict[str, str]) -> None
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr

@@ -67,7 +67,8 @@ def main(folder: Path, arguments: Sequence[str]) -> int:
     """Make the model, and run a suite in a process in which ``tests`` is the suite's own package."""
     from tests.test_server_tools import copy_with_tools
 
-    files, below = OF_LLAMA_CPP, folder / "unit"
+    files: Sequence[str] = OF_LLAMA_CPP
+    below = folder / "unit"
     if not below.exists():
         files, below = OF_VLLM, folder / "tests" / "entrypoints"
     with tempfile.TemporaryDirectory() as made:
@@ -228,7 +229,7 @@ class RemoteOpenAIServer:
     ) -> None:
         words = [*map(str, arguments), ""]
         settings: dict[str, Any] = {"served_names": (model,)}
-        if "VLLM_API_KEY" in (env_dict or {}):
+        if env_dict is not None and "VLLM_API_KEY" in env_dict:
             settings["api_key"] = env_dict["VLLM_API_KEY"]
         for option, value in pairwise(words):
             if option == "--api-key":

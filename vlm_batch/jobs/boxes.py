@@ -217,7 +217,7 @@ def _quads(answer: str) -> Iterator[_Found]:
     """A line's text, and four corners in bins: ``Hello<loc_100><loc_200>...``. A number is its bin's middle."""
     for match in _QUAD.finditer(answer):
         bins = _numbers(_NUMBER.findall(match[2]))
-        yield _Found([one + 0.5 for one in bins], None, match[1].strip() or None)
+        yield _Found([one + 0.5 for one in bins], None, _or_none(match[1]))
 
 
 _REFERENT = re.compile(
@@ -229,8 +229,7 @@ _REFERENT = re.compile(
 def _referents(answer: str) -> Iterator[_Found]:
     """``<|object_ref_start|>a title<|object_ref_end|><|box_start|>(176,106),(232,160)<|box_end|>``."""
     for match in _REFERENT.finditer(answer):
-        text = (match[1] or "").strip() or None
-        yield _Found(_numbers(match.groups()[1:]), None, text)
+        yield _Found(_numbers(match.groups()[1:]), None, _or_none(match[1] or ""))
 
 
 _CLASSED = re.compile(
@@ -244,7 +243,7 @@ def _classed(answer: str) -> Iterator[_Found]:
     for match in _CLASSED.finditer(answer):
         left, top, text, right, bottom, label = match.groups()
         numbers = [float(one[:20]) for one in (left, top, right, bottom)]
-        yield _Found(numbers, label, text.strip() or None)
+        yield _Found(numbers, label, _or_none(text))
 
 
 def _numbers(texts: Sequence[str]) -> list[int]:
