@@ -151,8 +151,8 @@ class Engine(Driven):
     @property
     def joint(self) -> dict[str, str]:
         """Prompts and pictures that were to go together, and what spoke against it."""
-        joint = self._shapes.joint if isinstance(self._shapes, FixedShapes) else None
-        return {} if joint is None else dict(joint.found)
+        shapes = self._shapes
+        return dict(shapes.joint.found) if isinstance(shapes, FixedShapes) else {}
 
 
 def run(model: Any, workload: Workload, way: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NO_DRAFTS, NoDrafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes, pads
@@ -182,7 +182,7 @@ def engine_of(
     exact: FixedShapes,
     way: Way,
     kv: KVQuantisation | None = None,
-    drafts: Drafts | None = None,
+    drafts: NoDrafts = NO_DRAFTS,
 ) -> BatchGenerator:
     """A fresh reproducible engine."""
     config = {
@@ -341,7 +341,9 @@ def differences(
         alone(name, precision, one.key, exact, max(NUM_TOKENS, one.tokens), kv)
         for one in arrivals
     ]
-    drafts = Scripted([answer.tokens for answer in expected]) if way.drafts else None
+    drafts: NoDrafts = NO_DRAFTS
+    if way.drafts:
+        drafts = Scripted([answer.tokens for answer in expected])
     answers = play(
         name, engine_of(adapter_of(name, precision), exact, way, kv, drafts), arrivals
     )

@@ -23,7 +23,7 @@ from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine.compiled import CompiledDecode
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NO_DRAFTS, NoDrafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.sampling import SamplingRow, sample
@@ -132,7 +132,7 @@ def run(
     config: Mapping[str, Any] | None = None,
     compile_decode: bool | None = False,
     generator: BatchGenerator | None = None,
-    drafts: Drafts | None = None,
+    drafts: NoDrafts = NO_DRAFTS,
 ) -> list[Answer]:
     """Play a scenario to its end. ``generator`` continues a used one. ``drafts`` say which are tried."""
     config = config or {"max_rows": 4}

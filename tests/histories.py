@@ -40,7 +40,7 @@ from vlm_batch.caches.rows import DraftedRows
 from vlm_batch.caches.slab import DraftedSlab
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.choosing import Flight
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NO_DRAFTS, Drafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
@@ -645,7 +645,7 @@ class History:
             reuse=Reuse(faulty, self.prefix, budget=self.budget),
             kv=_kv(family, is_quantised),
             sampler=self._sample,
-            drafts=DrawnDrafts(self) if drafts else None,
+            drafts=DrawnDrafts(self) if drafts else NO_DRAFTS,
         )
         if most_rows is not None:
             # what would be learned in time
@@ -1223,9 +1223,8 @@ def play(seed: int, length: int = 120) -> Counter[str]:
         history.finish()
     history.close()
     history.counts["recomputed"] += history.generator.retry.num_recomputed
-    if history.generator.drafts is not None:
-        history.counts["drafted"] += history.generator.drafts.num_drafted
-        history.counts["drafts held"] += history.generator.drafts.num_held
+    history.counts["drafted"] += history.generator.drafts.num_drafted
+    history.counts["drafts held"] += history.generator.drafts.num_held
     return history.counts
 
 

@@ -59,7 +59,7 @@ from vlm_batch.cli import main as cli
 from vlm_batch.engine.compiled import CompiledDecode
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.shapes import FixedShapes
+from vlm_batch.engine.shapes import NO_PROOF, FixedShapes
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.loading import load_model
@@ -616,7 +616,7 @@ def test_prompts_are_alone_where_their_place_matters(
         FOLDER, str(Path(os.environ[FOLDER]) / f"by place {is_attention}")
     )
     assert exact.prompts(9) == (8 if is_attention else 1)
-    assert exact.joint is not None and exact.joint.attends_apart(8, 16) is is_attention
+    assert exact.joint.attends_apart(8, 16) is is_attention
     assert "goes by the place" in next(iter(exact.joint.found.values()))
     keys = [f"text:{seed}:9" for seed in (5, 6, 7)]
     right = [
@@ -629,7 +629,7 @@ def test_prompts_are_alone_where_their_place_matters(
     assert all(map(is_same, answers, right))
     monkeypatch.setattr(adapter, "forward", forward)
     kept = joined_of(name, "bfloat16")
-    assert kept.joint is not None and kept.prompts(9) == exact.prompts(9)
+    assert kept.prompts(9) == exact.prompts(9)
     assert kept.joint.attends_apart(8, 16) is is_attention
 
 
@@ -657,7 +657,7 @@ def test_nothing_is_decided_without_memory(monkeypatch: pytest.MonkeyPatch) -> N
     exact = joined_of(name, "bfloat16")
     with pytest.raises(RuntimeError, match="Unable to allocate"):
         exact.prompts(9)
-    assert exact.joint is not None and not exact.joint.found
+    assert exact.joint.tries and not exact.joint.found
     answers = play(
         name, engine_of(adapter, exact, Way(max_rows=4)), [Arrival(key) for key in KEYS]
     )
@@ -712,7 +712,7 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
     ]
     assert (
         replace(exact, pad_to=0).prompts(64)
-        == replace(exact, joint=None).prompts(64)
+        == replace(exact, joint=NO_PROOF).prompts(64)
         == 1
     )
     assert replace(exact, stops=(32,)).prompts(64) == 1, "two chunks"
@@ -725,7 +725,7 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
     assert (
         exact.settings
         != replace(exact, call_tokens=640).settings
-        != replace(exact, joint=None).settings
+        != replace(exact, joint=NO_PROOF).settings
     )
 
 

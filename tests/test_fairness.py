@@ -15,6 +15,7 @@ from vlm_batch.engine import rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Stage, new_row
 from vlm_batch.engine.several import Several
+from vlm_batch.records import Terms
 from vlm_batch.types import SamplingParams
 
 
@@ -57,7 +58,7 @@ def answers(
                 name,
                 Prompt(inputs=as_mlx(inputs_of(family, key))),
                 params,
-                client=client,
+                terms=Terms(client=client),
             )
             generator.rows.add(row)
         for event in generator.step():
@@ -102,7 +103,9 @@ def test_who_comes_new_does_not_wait_for_all_that_others_have_asked_for() -> Non
             max_tokens=tokens, temperature=1.0, seed=1, n=n, ignore_eos=True
         )
         inputs = as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))
-        generator.rows.add(new_row(name, Prompt(inputs=inputs), params, client=client))
+        generator.rows.add(
+            new_row(name, Prompt(inputs=inputs), params, terms=Terms(client=client))
+        )
 
     for client in range(6):
         ask(f"crowd {client}", client, 4, 30)
@@ -147,7 +150,9 @@ def test_who_has_waited_gets_a_place_from_a_row_of_those_who_ask_for_more(
                     ignore_eos=True,
                 )
                 inputs = as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))
-                row = new_row(name, Prompt(inputs=inputs), params, client=client)
+                row = new_row(
+                    name, Prompt(inputs=inputs), params, terms=Terms(client=client)
+                )
                 row.clock.submitted = now
                 generator.rows.add(row)
             before = {row for row in generator.rows.ledger.at(*Stage) if row.gave_way}
@@ -195,9 +200,8 @@ def test_who_has_places_goes_behind_who_has_none_whatever_the_priority() -> None
             name,
             Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{client}:9"))),
             params,
-            client=client,
+            terms=Terms(priority, client),
         )
-        row.priority = priority
         generator.rows.add(row)
 
     for number in range(6):
@@ -228,7 +232,9 @@ def test_further_answers_and_who_waits_for_their_memory_do_not_wait_for_each_oth
         inputs = inputs_of(family, key)
         params = SamplingParams(max_tokens=6, n=n, temperature=1.0, seed=1)
         prompt = Prompt(inputs=as_mlx(inputs))
-        engine.rows.add(new_row(name, prompt, params, client=client, given=inputs))
+        engine.rows.add(
+            new_row(name, prompt, params, terms=Terms(client=client), given=inputs)
+        )
 
     known = generator(2**40)
     ask(known, "a", 1, 1)

@@ -770,6 +770,7 @@ class LateForm:
     ahead: tuple[int, ...] = ()
     is_whole = is_over = False
     most_ahead = 0
+    untold = parsed = None
 
     def __init__(self) -> None:
         self.fed = self.asked = 0

@@ -39,7 +39,7 @@ from vlm_batch.engine import drafts as engine_drafts
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.drafter import FIRST_RATES, Drafter
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NO_DRAFTS, Drafts, NoDrafts
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.models import adapter_for
@@ -377,14 +377,14 @@ def test_reproducible_answers_have_the_same_bits(
         for index, key in enumerate(("text:4:9", "image:2:1", "text:6:14"))
     ]
 
-    def answers(asked: Sequence[Arrival], drafts: Drafts | None) -> list[Answer]:
+    def answers(asked: Sequence[Arrival], drafts: NoDrafts) -> list[Answer]:
         return play(
             "gemma4",
             engine_of(wide_adapter(), exact, Way(max_rows=4), drafts=drafts),
             asked,
         )
 
-    right = [answers([replace(one, at=0)], None)[0] for one in arrivals]
+    right = [answers([replace(one, at=0)], NO_DRAFTS)[0] for one in arrivals]
     for kind in ("random", "right"):
         drafts = Always(
             load_heads(str(folder), wide_adapter()), [one.tokens for one in right], kind

@@ -24,11 +24,14 @@ from vlm_batch.engine.schedule import (
     decode,
     prompts,
 )
+from vlm_batch.records import Terms
 from vlm_batch.types import SamplingParams
 
 
 def row_of(name: str, urgency: float = 0.0, client: int = 0, n: int = 1) -> Row:
-    row = new_row(name, Prompt(), SamplingParams(n=n, seed=1), client=client)
+    row = new_row(
+        name, Prompt(), SamplingParams(n=n, seed=1), terms=Terms(client=client)
+    )
     row.clock.submitted = urgency
     return row
 
@@ -126,7 +129,6 @@ def test_answers_are_counted_by_client_until_they_end() -> None:
     assert ledger.asked == {1: 1, 2: 3}
     siblings, several.siblings = several.siblings, ()
     for sibling in siblings:
-        sibling.client = 2
         ledger.add(sibling, Stage.READY)
     assert ledger.asked == {1: 1, 2: 3}
     ledger.move(siblings[0], Stage.ENDED)

@@ -188,7 +188,6 @@ def test_hits_from_files(name: str, placement: Placement, tmp_path: Path) -> Non
     first = on_disk(name, tmp_path, placement=placement)
     first.ask(IMAGE, SHORT)
     kept = first.generator.reuse.prefix
-    assert kept is not None
     is_writable = all(can_write(row) for row in kept.rows)
     first.generator.reuse.close()
     again = on_disk(name, tmp_path, placement=placement)
@@ -421,15 +420,16 @@ def test_kept_rows_share_nothing_with_live_ones_and_live_rows_let_go() -> None:
     name = "qwen2_vl"
     asks = asker(name)
     asks.ask(TEXT)
-    assert asks.generator.reuse.prefix is not None
-    (kept,) = asks.generator.reuse.prefix.rows
+    prefix = asks.generator.reuse.prefix
+    assert isinstance(prefix, PrefixCache)
+    (kept,) = prefix.rows
     before = [np.array(array) for array in kept.arrays()]
     asks.ask(f"{TEXT}+1", TEXT, f"{TEXT}~1")
     assert all(np.array_equal(a, b) for a, b in zip(before, kept.arrays(), strict=True))
     assert not asks.generator.rows.batch.layers
     gone = weakref.ref(kept)
-    asks.generator.reuse.prefix.clear()
-    assert asks.generator.reuse.prefix.budget.nbytes == 0
+    prefix.clear()
+    assert prefix.budget.nbytes == 0
     del kept
     gc.collect()
     assert gone() is None
@@ -607,8 +607,8 @@ def test_nothing_is_kept_of_what_is_no_use(monkeypatch: pytest.MonkeyPatch) -> N
             "b", as_mlx(inputs_of(name, TEXT)), SamplingParams(max_tokens=4)
         )
         generator.step()
-    assert generator.reuse.prefix is not None
-    assert len(generator.reuse.prefix) == 0
+    assert generator.reuse.prefix.keeps
+    assert not generator.reuse.prefix.rows
     assert Asker(name, generator).ask(TEXT) == [0]
 
 

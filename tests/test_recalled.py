@@ -179,7 +179,7 @@ def test_what_was_kept_is_gone(work: Work) -> None:
     """Patches that nobody keeps features of are made again of what is kept."""
     with VLMBatcher(default_checkpoint()) as batcher:
         first = ask(batcher, picture(60))
-        batcher._loop.generator.reuse.prefix.clear()  # type: ignore[union-attr]
+        batcher._loop.generator.reuse.prefix.clear()  # type: ignore[attr-defined]
         tower = batcher._loop.generator.adapter.model.vision_tower  # type: ignore[attr-defined]
         tower._store._features.clear()
         again = ask(batcher, picture(60))

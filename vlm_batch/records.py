@@ -57,7 +57,9 @@ class Encoded:
 
     @property
     def image_tokens(self) -> int:
-        return 0 if self.is_picture is None else int(self.is_picture.sum())
+        if self.is_picture is None:
+            return 0
+        return int(self.is_picture.sum())
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -70,6 +72,45 @@ class Encoded:
     def can_share(self) -> bool:
         """Whether whole prompts of one kind may share an array."""
         return self.has_rows or not (self.prefill or self.atomic)
+
+    def facts(self, *, with_ids: bool = False) -> PromptFacts:
+        """Return what outlives it. ``with_ids``: the tokens, too."""
+        ids = tuple(self.input_ids[0].tolist()) if with_ids else None
+        return PromptFacts(
+            length=self.length,
+            delta=self.position.delta,
+            image_tokens=self.image_tokens,
+            model_image_sizes=self.model_image_sizes,
+            vocabulary=self.vocabulary,
+            extras=self.decode,
+            token_ids=ids,
+        )
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What outlives an encoded prompt (``PositionState``, ``Encoded``)."""
+
+    length: int = 0
+    delta: int = 0
+    image_tokens: int = 0
+    model_image_sizes: tuple[tuple[int, int], ...] = ()
+    vocabulary: int | None = None
+    # arguments of every decode step
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] | None = None  # if they are asked for
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a request asks beside its answer."""
+
+    priority: int = 0
+    client: int = 0
+    may_draft: bool = True
+    returns_cache: bool = False
+    returns_prompt_ids: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +249,9 @@ class DraftState:
     @property
     def end(self) -> int | None:
         """The position behind the last hidden state, if there is one."""
-        return self.hidden[-1].end if self.hidden else None
+        if self.hidden:
+            return self.hidden[-1].end
+        return None
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` positions of the last forward."""

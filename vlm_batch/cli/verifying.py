@@ -252,7 +252,7 @@ def verify(
         versions(),
         shapes.counts,
         proof.how,
-        {} if shapes.joint is None else dict(shapes.joint.found),
+        dict(shapes.joint.found),
         max_tokens,
         tuple(found),
     )

@@ -63,8 +63,10 @@ class Admission:
     def next_to_prepare(self) -> Row | None:
         """Move the next row to READING and return it."""
         heads = self._ledger.heads()
+        if not heads:
+            return None
         num_ahead = self._ledger.num(Stage.READ, *PREPARED)
-        if not heads or num_ahead >= MOST_AHEAD * self._most_rows:
+        if num_ahead >= MOST_AHEAD * self._most_rows:
             return None
         begun = self._ledger.at(*WITH, Stage.READ, *PREPARED)
         before: list[Row] = []
@@ -78,20 +80,23 @@ class Admission:
 
     def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
         """Return whether a row may be read beside the rows ``before`` it in line."""
-        at = self._ledger.at
-        # rows of other lanes do not delay it
-        working = [one for one in at(*WITH) if one.lane == row.lane]
+        working = self._in_lane(row, *WITH)
         if len(working) >= WITH_LOADERS:
             return False
-        ahead = {*working, *at(Stage.READ, *PREPARED)}
+        ahead = {*working, *self._ledger.at(Stage.READ, *PREPARED)}
         if row.has_videos and _num_videos(ahead) >= VIDEOS_AHEAD:
             return False
         beside = ahead.intersection(before)
         if len(beside) >= self._most_rows:
             return False
         # files: of what is read and not processed
-        read = [one for one in at(Stage.READING, Stage.READ) if one.lane == row.lane]
-        return not _num_bytes(read) or _num_bytes(beside) < self._most_bytes
+        read = self._in_lane(row, Stage.READING, Stage.READ)
+        has_files = _num_bytes(read) > 0
+        return not has_files or _num_bytes(beside) < self._most_bytes
+
+    def _in_lane(self, row: Row, *stages: Stage) -> list[Row]:
+        """Return the rows at these stages in a row's lane. Those of others do not delay it."""
+        return [one for one in self._ledger.at(*stages) if one.lane == row.lane]
 
     def note_read(self, row: Row) -> None:
         """Note that a row's media are read, unless it has ended meanwhile."""
@@ -103,20 +108,23 @@ class Admission:
 
         A row without room blocks all that need room. Large pictures have room of their own.
         """
-        least = self._most_bytes // LARGE_PART
-        read = self._ledger.at(Stage.READ)
-        if not read:
+        if not self._ledger.num(Stage.READ):
             return None
-        processing = self._ledger.at(Stage.PROCESSING)
         for is_large in (False, True):
             row = self._first_with_room(
-                [one for one in read if (self._decoded(one) > least) is is_large],
-                [one for one in processing if (self._decoded(one) > least) is is_large],
+                self._of_size(Stage.READ, is_large=is_large),
+                self._of_size(Stage.PROCESSING, is_large=is_large),
             )
             if row is not None:
                 self._ledger.move(row, Stage.PROCESSING)
                 return row
         return None
+
+    def _of_size(self, stage: Stage, *, is_large: bool) -> list[Row]:
+        """Return the rows at a stage whose pictures are large, or are not."""
+        least = self._most_bytes // LARGE_PART
+        rows = self._ledger.at(stage)
+        return [row for row in rows if (self._decoded(row) > least) is is_large]
 
     def _first_with_room(
         self, those: Sequence[Row], processing: Sequence[Row]
@@ -129,19 +137,26 @@ class Admission:
         for row in self._ledger.at(*PREPARED):
             ahead[row] = row.prompt.nbytes
         line = self._rows.in_line([*ahead, *those])
-        row = min(filter(sizes.__contains__, line), key=lambda one: sizes[one] > 0)
+        in_line = filter(sizes.__contains__, line)
+        row = min(in_line, key=lambda one: sizes[one] > 0)
         decoded = sum(map(self._decoded, processing))
         if decoded and decoded + self._decoded(row) > self._most_bytes:
             return None  # even if it is the first: decoded pixels are freed soon
-        expected, held = sizes[row], sum(ahead.values())
-        if not expected or held + expected <= self._most_bytes:
+        expected = sizes[row]
+        if not expected:
             return row
-        is_first = not any(ahead.get(other) for other in line[: line.index(row)])
-        return row if is_first and held <= self._most_bytes else None
+        room = self._most_bytes - sum(ahead.values())
+        if room >= expected:
+            return row
+        before = line[: line.index(row)]
+        is_first = not any(map(ahead.get, before))
+        return row if is_first and room >= 0 else None
 
     def _decoded(self, row: Row) -> int:
         loading = row.prompt.loading
-        return 0 if loading is None else BYTES_PER_PIXEL * loading.num_pixels
+        if loading is None:
+            return 0
+        return BYTES_PER_PIXEL * loading.num_pixels
 
     def _expected(self, row: Row) -> int:
         """Return the bytes for processing; over the bound if unknown."""
@@ -150,7 +165,9 @@ class Admission:
         if loading.known_nbytes is not None:
             return loading.known_nbytes
         seen = self._sizes[row.has_videos].expected(loading.num_pixels)
-        return self._most_bytes + 1 if seen is None else seen + self._decoded(row)
+        if seen is None:
+            return self._most_bytes + 1
+        return seen + self._decoded(row)
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """Store the result of a row's loading, or raise its error."""
@@ -164,10 +181,9 @@ class Admission:
         )
         end_ids = row.answer.rules.end_ids
         row.answer.rules = RowRules(end_ids, prepared.bad_words)
-        if prepared.form is not None or row.params.thinking_budget is not None:
-            row.answer.guide = Guide.of(
-                row.params, prepared.form, prepared.thinking, end_ids
-            )
+        row.answer.guide = Guide.of(
+            row.params, prepared.form, prepared.thinking, end_ids
+        )
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

@@ -55,50 +55,60 @@ class DecodeBatch:
         before = len(self.places)
         try:
             if None not in self.places:
-                # a cache per row is never copied to make room for others
-                more = 0 if self._placement is Placement.ROWS else others
-                self._resize(min(before + 1 + more, self.max_rows))
+                self._make_room(others)
             place = self.places.index(None)
-            for layer, single in zip(self.layers, caches, strict=True):
-                layer.put(place, single)
+            put_row(self.layers, place, caches)
         except BaseException:
             self._restore(before)
             raise
         self.places[place] = row
 
+    def _make_room(self, others: int) -> None:
+        """Add a place, in slabs also those of ``others``: a cache per row is never copied to make room."""
+        wanted = len(self.places) + 1
+        if self._placement is Placement.SLAB:
+            wanted += others
+        self._resize(min(wanted, self.max_rows))
+
     def lay_out(self) -> None:
         """Prepare a forward: drop needless places and choose the layout, on a CPU."""
         if self._shapes.layout is not Placement.ROWS:
             return
-        if len(self.places) > self._shapes.places(len(self), self.max_rows):
+        enough = self._shapes.places(len(self), self.max_rows)
+        if len(self.places) > enough:
             kept = self._live_places()
             for layer in self.layers:
                 layer.keep_places(kept)
-            self.places = [self.places[place] for place in kept]
+            self.places = [*self.rows]
             self._resize(len(kept))
         self._switch()
 
     def _switch(self, *joining: Row) -> None:
         """Switch between caches per row and slabs before ``joining`` rows join."""
-        lengths = [next_length(row) for row in (*self.rows, *joining)]
-        wanted = self._shapes.placement(lengths, self._placement)
-        if wanted is self._placement or not self.layers or self._drafted:
+        if self._drafted:
             return
-        if self.rows:
+        rows = self.rows
+        lengths = [*map(next_length, rows), *map(next_length, joining)]
+        wanted = self._shapes.placement(lengths, self._placement)
+        if wanted is self._placement:
+            return
+        if rows:
             self._lay_out_as(wanted)
         self._placement = wanted
 
     def _lay_out_as(self, placement: Placement) -> None:
         """Move all rows to layers of another placement, without empty places."""
-        live = self._live_places()
-        taken = [[layer.extract(place) for layer in self.layers] for place in live]
-        layers = self._shapes.layers(taken[0], len(live), self.least, placement)
+        taken = [self._extract(place) for place in self._live_places()]
+        layers = self._shapes.layers(taken[0], len(taken), self.least, placement)
         for layer in layers:
-            layer.resize(len(live))
+            layer.resize(len(taken))
         for place, caches in enumerate(taken):
-            for layer, single in zip(layers, caches, strict=True):
-                layer.put(place, single)
-        self.layers, self.places = layers, [self.places[place] for place in live]
+            put_row(layers, place, caches)
+        self.layers = layers
+        self.places = [*self.rows]
+
+    def _extract(self, place: int) -> list[Any]:
+        return [layer.extract(place) for layer in self.layers]
 
     def _live_places(self) -> list[int]:
         return [place for place, row in enumerate(self.places) if row is not None]
@@ -107,8 +117,7 @@ class DecodeBatch:
         """Return a row's single-row caches. The row must leave next."""
         if row in self._drafted:
             self.keep(row, 1)
-        place = self.places.index(row)
-        taken = [layer.extract(place) for layer in self.layers]
+        taken = self._extract(self.places.index(row))
         # the next step writes to the slab, which nobody may hold then
         mx.async_eval([cache.state for cache in taken])
         return taken
@@ -123,8 +132,10 @@ class DecodeBatch:
             return
         for layer in self.layers:
             layer.clear(place)
+        if self._shapes.layout is Placement.ROWS:
+            return
         last = self._live_places()[-1] + 1
-        if self._shapes.layout is Placement.SLAB and FEW * last <= len(self.places):
+        if FEW * last <= len(self.places):
             self._resize(last)
 
     def drop(self) -> None:
@@ -135,15 +146,19 @@ class DecodeBatch:
 
     def counts(self, drafts: Mapping[Row, int]) -> list[int] | None:
         """Return each place's positions for these draft lengths, or None."""
-        most = most_positions(self.layers) if self.layers else 1
-        if most <= max(drafts.values(), default=0):
+        most = most_positions(self.layers)
+        if most <= max(drafts.values()):
             return None
-        wanted = [None if row is None else drafts.get(row, 0) for row in self.places]
+        wanted = [0] * len(self.places)
+        for place, row in enumerate(self.places):
+            if row is not None:
+                wanted[place] = 1 + drafts.get(row, 0)
         counts = self._shapes.counts_of(wanted, self._placement)
         if counts is None or max(counts) > most:
             return None
-        longest = max((next_length(row) for row in self.rows), default=0)
-        return counts if self._shapes.has_room(longest, max(counts)) else None
+        longest = max(map(next_length, self.rows))
+        has_room = self._shapes.has_room(longest, max(counts))
+        return counts if has_room else None
 
     def with_drafts(self, counts: Sequence[int]) -> list[Any]:
         """Return the layers for ``counts[b]`` positions at place b."""
@@ -153,14 +168,17 @@ class DecodeBatch:
         """Record a drafted forward. Other rows keep one position."""
         self.num_positions = sum(counts)
         for place, (row, count) in enumerate(zip(self.places, counts, strict=True)):
-            if row is not None and row.answer.drafter.ahead:
+            if row is None:
+                continue
+            if row.answer.drafter.ahead:
                 self._drafted[row] = count
-            elif row is not None:
+            else:
                 self._keep(place, 1, count)
 
     def keep(self, row: Row, kept: int) -> None:
         """Keep ``kept`` positions of a row in the last forward."""
-        if (count := self._drafted.pop(row, None)) is not None:
+        if row in self._drafted:
+            count = self._drafted.pop(row)
             self._keep(self.places.index(row), kept, count)
 
     def _keep(self, place: int, kept: int, of: int) -> None:
@@ -178,17 +196,22 @@ class DecodeBatch:
         del self.places[num_places:]
         if not self.rows:
             self.drop()
+        empty = [place for place, row in enumerate(self.places) if row is None]
         for layer in self.layers:
             layer.resize(num_places)
-            for place in [
-                place for place, row in enumerate(self.places) if row is None
-            ]:
+            for place in empty:
                 layer.clear(place)
         equalise_capacity(self.layers)
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+
+def put_row(layers: Sequence[LayerCache], place: int, caches: Sequence[Any]) -> None:
+    """Put one row's caches at an empty place of a batch's layers."""
+    for layer, cache in zip(layers, caches, strict=True):
+        layer.put(place, cache)
 
 
 def next_length(row: Row) -> int:

@@ -73,9 +73,10 @@ class Positions(NamedTuple):
         """Return some of them, in order."""
         if len(places) == len(self.rows):
             return self
+        if not places:
+            return Positions([], self.logits)
         rows = [self.rows[place] for place in places]
-        logits = self.logits[mx.array(list(places))] if rows else self.logits
-        return Positions(rows, logits)
+        return Positions(rows, self.logits[mx.array(list(places))])
 
     def without(self, failed: Sequence[Failed]) -> Positions:
         """Return those of rows that did not fail."""
@@ -84,7 +85,8 @@ class Positions(NamedTuple):
         wrong: list[Row] = []
         for one in failed:
             wrong += one.rows
-        return self.only([at for at, row in enumerate(self.rows) if row not in wrong])
+        right = [at for at, row in enumerate(self.rows) if row not in wrong]
+        return self.only(right)
 
     def by_row(self) -> dict[Row, list[int]]:
         """Return each row's places."""
@@ -96,17 +98,22 @@ class Positions(NamedTuple):
 
 def choose(parts: Sequence[Part], sampler: Sampler) -> Iterator[Flight | Failed]:
     """Choose and launch the next tokens, those of suspected rows apart."""
-    suspects: list[list[Part]] = []
-    others: list[Part] = []
+    together: list[Part] = []
+    calls = [together]
     for part in parts:
         if part.rows[0].is_suspect:
-            suspects.append([part])
+            calls.append([part])
         else:
-            others.append(part)
-    for those in ([others] if others else []) + suspects:
-        rows = [row for part in those for row in part.rows]
+            together.append(part)
+    for those in filter(None, calls):
+        rows: list[Row] = []
+        for part in those:
+            rows += part.rows
         found = attempt(rows, _choose, those, sampler, is_shared=True)
-        yield from [found] if isinstance(found, Failed) else found
+        if isinstance(found, Failed):
+            yield found
+        else:
+            yield from found
 
 
 def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
@@ -117,7 +124,10 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     for place, row in enumerate(positions.rows):
         if row.stage is not Stage.DECODE:
             continue  # it began again
-        (new if row.answer.known_token is None else told).append(place)
+        if row.answer.known_token is None:
+            new.append(place)
+        else:
+            told.append(place)
     found: list[Flight | Failed] = []
     if told:
         found.append(_repeat(positions.only(told)))
@@ -153,7 +163,8 @@ def _sample_apart(positions: Positions, sampler: Sampler) -> list[Flight | Faile
     found: list[Flight | Failed] = []
     for row, places in positions.by_row().items():
         own = positions.only(places)
-        sampled = attempt([row], sampler, own.logits, _sampling_rows(own.rows))
+        rows = _sampling_rows(own.rows)
+        sampled = attempt([row], sampler, own.logits, rows)
         if isinstance(sampled, Failed):
             found.append(sampled)
             continue
@@ -176,7 +187,7 @@ def _launch(
 def _have_rules(rows: Sequence[Row]) -> bool:
     for row in rows:
         answer = row.answer
-        if answer.changes_logits or answer.guide is not None:
+        if answer.rules.changes_logits or answer.guide is not None:
             return True
         if row.params.stop_token_ids and not answer.num_sampled:
             return True
@@ -196,33 +207,35 @@ def _with_own_ends(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Drop rows that have just begun and would end at a token that the model does not have."""
     failed: list[Failed] = []
     for row in positions.by_row():
-        ends = row.params.stop_token_ids
-        if row.answer.num_sampled or not ends:
+        if row.answer.num_sampled:
             continue
         size = row.facts.vocabulary or positions.logits.shape[-1]
+        ends = row.params.stop_token_ids
         checked = attempt([row], check_within, "stop_token_ids", ends, size)
-        if isinstance(checked, Failed):
+        if checked is not None:
             failed.append(checked)
     return positions.without(failed), failed
 
 
 def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Apply the rows' own stages."""
-    if not any(row.answer.changes_logits for row in positions.rows):
+    if not any(row.answer.rules.changes_logits for row in positions.rows):
         return positions, []
     made: list[mx.array] = []
     failed: list[Failed] = []
     sampling_rows = _sampling_rows(positions.rows)
     for place, row in enumerate(positions.rows):
         logits = positions.logits[place : place + 1]
-        if row.answer.changes_logits:
-            found = attempt([row], process, logits, sampling_rows[place])
-            if isinstance(found, Failed):
-                failed.append(found)
-            else:
-                logits = found
-        made.append(logits)
-    return Positions(positions.rows, stack_logits(made)).without(failed), failed
+        if not row.answer.rules.changes_logits:
+            made.append(logits)
+            continue
+        found = attempt([row], process, logits, sampling_rows[place])
+        if isinstance(found, Failed):
+            failed.append(found)
+            found = logits
+        made.append(found)
+    changed = Positions(positions.rows, stack_logits(made))
+    return changed.without(failed), failed
 
 
 def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
@@ -232,7 +245,8 @@ def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
     masks: list[np.ndarray | None] = []
     failed: list[Failed] = []
     for row, places in positions.by_row().items():
-        own = attempt([row], _masks, row, len(places), positions.logits.shape[-1])
+        size = positions.logits.shape[-1]
+        own = attempt([row], _masks, row, len(places), size)
         if isinstance(own, Failed):
             failed.append(own)
         else:
@@ -240,7 +254,8 @@ def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
     positions = positions.without(failed)
     if not positions.rows:
         return positions, failed
-    return Positions(positions.rows, apply_masks(positions.logits, masks)), failed
+    masked = apply_masks(positions.logits, masks)
+    return Positions(positions.rows, masked), failed
 
 
 def _masks(row: Row, count: int, size: int) -> list[np.ndarray | None]:
@@ -258,7 +273,9 @@ def _sampling_rows(rows: Sequence[Row]) -> list[SamplingRow]:
     before: Row | None = None
     ahead = 0
     for row in rows:
-        ahead = ahead + 1 if row is before else 0
+        ahead += 1
+        if row is not before:
+            ahead = 0
         before = row
         answer, history = row.answer, row.answer.history
         if ahead and history is not None:

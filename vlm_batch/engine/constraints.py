@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.records import Thinking
-from vlm_batch.types import SamplingParams
+from vlm_batch.types import SamplingParams, TokenLogprobs
+
+
+class Untold(NamedTuple):
+    """A token that its row's form still checks."""
+
+    token: int
+    logprobs: TokenLogprobs | None
 
 
 class AnswerForm(Protocol):
@@ -43,6 +50,9 @@ class Phase(Enum):
     ANSWER = "answer"
 
 
+NO_THINKING = Thinking((), ())
+
+
 class Guide:
     """Rules for one row's next token. Call ``feed`` with each token, then ``finish``.
 
@@ -59,7 +69,7 @@ class Guide:
         end_ids: Collection[int] = (),
     ) -> None:
         self._form = form
-        self._thinking = thinking
+        self._thinking = thinking or NO_THINKING
         self._budget = budget
         self._end_ids = end_ids
         self._thought: list[int] = []
@@ -68,13 +78,14 @@ class Guide:
         # the form's work on the last of them
         self._following: Future[None] | None = None
         self._checking: Future[None] | None = None  # its work on a draft behind that
+        #: The last token, if it is not in the row's answer yet.
+        self.untold: Untold | None = None
+        self.parsed: Any = None  # the complete answer as parsed JSON or text
         self.most_ahead = 0  # tokens that the form looks ahead
         self.phase = Phase.ANSWER
-        if thinking is None:
-            return
-        if thinking.is_open:
+        if self._thinking.is_open:
             self._think()
-        elif thinking.may_begin:
+        elif self._thinking.may_begin:
             self.phase = Phase.BEGINNING
 
     @classmethod
@@ -85,9 +96,10 @@ class Guide:
         thinking: Thinking | None,
         end_ids: Collection[int],
     ) -> Guide | None:
-        if form is None and params.thinking_budget is None:
+        budget = params.thinking_budget
+        if form is None and budget is None:
             return None
-        guide = cls(form, thinking, params.thinking_budget, end_ids)
+        guide = cls(form, thinking, budget, end_ids)
         return None if guide.is_over else guide
 
     @property
@@ -101,6 +113,11 @@ class Guide:
         return self._form if self.phase is Phase.ANSWER else None
 
     @property
+    def _free_form(self) -> AnswerForm | None:
+        """The form, if it rules the next token and has taken the last one."""
+        return self._ruling if self._following is None else None
+
+    @property
     def is_whole(self) -> bool:
         """Whether the answer can only end."""
         form = self._ruling
@@ -109,19 +126,20 @@ class Guide:
     def feed(self, token: int) -> None:
         """Start work on the next token; returns at once."""
         self._checking = None
-        if self.phase is Phase.BEGINNING:
-            assert self._thinking is not None
-            if token == self._thinking.start[0]:
-                self._think()
-                return
-            self.phase = Phase.ANSWER
-        if self.phase is Phase.THINKING:
-            self._add_thought(token)
-        elif self.phase is Phase.ENDING:
-            self._add_forced()
-        elif self._form is not None and token not in self._end_ids:
-            self._following = self._form.follow(token, self.most_ahead)
-            self._answer.append(token)
+        ADDERS[self.phase](self, token)
+
+    def _add_first(self, token: int) -> None:
+        if token == self._thinking.start[0]:
+            self._think()
+            return
+        self.phase = Phase.ANSWER
+        self._add_to_answer(token)
+
+    def _add_to_answer(self, token: int) -> None:
+        if self._form is None or token in self._end_ids:
+            return
+        self._following = self._form.follow(token, self.most_ahead)
+        self._answer.append(token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
         """Wait up to ``seconds``. Return whether ``finish`` would not block."""
@@ -129,8 +147,8 @@ class Guide:
 
     def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
         """Let the form check drafted tokens, within ``seconds``. A late check loses the draft. Raises what it raises."""
-        form = self._ruling
-        if form is None or self._following is not None:
+        form = self._free_form
+        if form is None:
             return
         self._checking = form.look_ahead(tokens)
         if _is_done(self._checking, seconds):
@@ -139,10 +157,10 @@ class Guide:
     @property
     def ahead(self) -> tuple[int, ...]:
         """Tokens that the form forces, or drafted ones that it allows."""
-        form, checking = self._ruling, self._checking
-        if form is None or self._following is not None:
+        form = self._free_form
+        if form is None:
             return ()
-        if checking is not None and not _has_passed(checking):
+        if self._checking is not None and not _has_passed(self._checking):
             return ()
         return form.ahead
 
@@ -175,16 +193,16 @@ class Guide:
         bits = np.zeros(_words(size), dtype=np.uint32)
         self._form.fill(bits)
         if self.phase is Phase.BEGINNING:
-            assert self._thinking is not None
             bits |= _only(self._thinking.start[:1], size)
         return bits
 
-    def parsed(self, decode: Callable[[Sequence[int]], str]) -> Any:
-        """Return the complete answer as parsed JSON or text, else None."""
+    def read(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Parse an answer that ends, if it is complete."""
         form = self._ruling
-        if form is None or not (form.is_whole or form.may_end):
-            return None
-        return form.read(decode(self._answer))
+        if form is None:
+            return
+        if form.is_whole or form.may_end:
+            self.parsed = form.read(decode(self._answer))
 
     def copy(self) -> Guide:
         form = None if self._form is None else self._form.copy()
@@ -204,22 +222,29 @@ class Guide:
         elif self._is_spent():
             self._end_thinking()
 
-    def _add_forced(self) -> None:
+    def _add_forced(self, token: int) -> None:
         del self._forced[0]
         if not self._forced:
             self.phase = Phase.ANSWER
 
     def _end_thinking(self) -> None:
-        assert self._thinking is not None
         self.phase, self._forced = Phase.ENDING, list(self._thinking.end)
 
     def _is_spent(self) -> bool:
         return self._budget is not None and len(self._thought) >= self._budget
 
     def _ends_with_mark(self) -> bool:
-        assert self._thinking is not None
         end = self._thinking.end
         return tuple(self._thought[-len(end) :]) == end
+
+
+#: What takes an answer's next token, by its phase.
+ADDERS: dict[Phase, Callable[[Guide, int], None]] = {
+    Phase.BEGINNING: Guide._add_first,
+    Phase.THINKING: Guide._add_thought,
+    Phase.ENDING: Guide._add_forced,
+    Phase.ANSWER: Guide._add_to_answer,
+}
 
 
 def _is_done(work: Future[None], seconds: float) -> bool:
@@ -235,12 +260,12 @@ def _has_passed(check: Future[None]) -> bool:
 
 def apply_masks(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:
     """Set logits (R, V) outside masks to -inf."""
-    if all(mask is None for mask in masks):
-        return logits
     size = logits.shape[-1]
     free = np.full(_words(size), 0xFFFFFFFF, dtype=np.uint32)
-    # (R, W)
-    words = mx.array(np.stack([free if mask is None else mask for mask in masks]))
+    filled = [free if mask is None else mask for mask in masks]
+    if all(mask is free for mask in filled):
+        return logits
+    words = mx.array(np.stack(filled))  # (R, W)
     bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # (R, W, 32)
     return mx.where(bits.reshape(len(masks), -1)[:, :size] > 0, logits, -mx.inf)
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.row import Row
+from vlm_batch.engine.sampling import Drawn
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 from vlm_batch.runtime.device import Device, device
 
@@ -51,12 +52,11 @@ class Decoder:
             is_fused = None
         # on CUDA a free step attends by a kernel that takes masks as they are (adapters/cuda/one_query.py)
         has_kernel = device() is Device.CUDA and not call.is_fixed
+        adds_masks = graphs is Graphs.BY_DEFAULT and not has_kernel
         self._compiled: CompiledDecode | None = None
         if is_fused is not None:
             self._compiled = CompiledDecode(
-                self._plain,
-                is_fused=is_fused,
-                adds_masks=graphs is Graphs.BY_DEFAULT and not has_kernel,
+                self._plain, is_fused=is_fused, adds_masks=adds_masks
             )
         self._is_plain = compile_decode is None and is_fused is True
 
@@ -69,34 +69,39 @@ class Decoder:
         graphs = self._compiled
         if graphs is None or not step.caches[0].can_trace:
             return self._plain(step)
-        if not graphs.can_compile(step.caches, step.extras, is_plain=self._is_plain):
+        is_plain = self._is_plain
+        if not graphs.can_compile(step.caches, step.extras, is_plain=is_plain):
             return self._plain(step)
         found: list[mx.array] = graphs(step)
         return found
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """Return logits (R, V) of ``rows`` from a forward over all places. K drafted tokens add K rows."""
-        drafting = [row for row in rows if row.answer.drafter.ahead]
-        if drafting:
-            counts = batch.counts(
-                {row: len(row.answer.drafter.ahead) for row in drafting}
-            )
-            if counts is not None:
-                return self._drafted(batch, rows, counts)
-            for row in drafting:
-                row.answer.drafter.drop()
+        lengths: dict[Row, int] = {}
+        for row in rows:
+            if row.answer.drafter.ahead:
+                lengths[row] = len(row.answer.drafter.ahead)
+        counts = batch.counts(lengths) if lengths else None
+        if counts is not None:
+            return self._drafted(batch, rows, counts)
+        for row in lengths:
+            row.answer.drafter.drop()
+        return self._one_each(batch, rows)
+
+    def _one_each(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
+        """Run a forward with one position of each place."""
         batch.num_positions = len(batch.places)
         positions: list[int] = []
         extras: list[Mapping[str, Any]] = []
         places: list[int] = []  # of rows
-        for place, row_or_none in enumerate(batch.places):
-            if row_or_none is None:
+        for place, row in enumerate(batch.places):
+            if row is None:
                 positions.append(0)
                 extras.append({})
                 continue
             places.append(place)
-            positions.append(row_or_none.position)
-            extras.append(row_or_none.facts.extras)
+            positions.append(row.position)
+            extras.append(row.facts.extras)
         step = DecodeStep(
             last_tokens(batch.places)[:, None],
             mx.array(positions, dtype=mx.int32),
@@ -127,7 +132,8 @@ class Decoder:
                 continue
             last = row.answer.said[row.answer.num_sampled - 1]
             said = [last, *row.answer.drafter.ahead]
-            tokens += said + [0] * (count - len(said))
+            padding = [0] * (count - len(said))
+            tokens += said + padding
             positions += range(row.position, row.position + count)
             extras += [row.facts.extras] * count
         layers = batch.with_drafts(counts)
@@ -177,17 +183,14 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
     together = _sampled_together(places)
     if together is not None:
         return together
+    run = _Run(mx.zeros((0,), dtype=mx.int32), 1, 1)  # which nothing follows
     runs: list[_Run] = []
     for row in places:
-        if row is None:
-            # any token, which becomes 0 below; a run's next one needs no further slice
-            if not runs or not runs[-1].take_any():
-                runs.append(_Run(mx.zeros((1,), dtype=mx.int32), 0, 1))
-            continue
-        tokens, at = row.answer.drawn, row.answer.drawn_at
-        assert tokens is not None
-        if not runs or not runs[-1].take(tokens, at):
-            runs.append(_Run(tokens, at, at + 1))
+        # of an empty place any token, which becomes 0 below; a run's next one needs no further slice
+        drawn = run.next_or_zero() if row is None else row.answer.drawn
+        if not run.take(drawn):
+            run = _Run.of(drawn)
+            runs.append(run)
     parts = [run.cut() for run in runs]
     found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     if None not in places:
@@ -197,11 +200,17 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
 
 def _sampled_together(places: Sequence[Row | None]) -> mx.array | None:
     """Return the array that has all rows' last tokens in their order, as mostly; else None."""
-    tokens = None if places[0] is None else places[0].answer.drawn
-    if tokens is None or tokens.size != len(places):
+    first = places[0]
+    if first is None:
+        return None
+    tokens: mx.array = first.answer.drawn.tokens
+    if tokens.size != len(places):
         return None
     for at, row in enumerate(places):
-        if row is None or row.answer.drawn is not tokens or row.answer.drawn_at != at:
+        if row is None:
+            return None
+        drawn = row.answer.drawn
+        if drawn.tokens is not tokens or drawn.at != at:
             return None
     return tokens
 
@@ -214,15 +223,21 @@ class _Run:
     first: int
     end: int
 
-    def take(self, tokens: mx.array, at: int) -> bool:
+    @classmethod
+    def of(cls, drawn: Drawn) -> _Run:
+        return cls(drawn.tokens, drawn.at, drawn.at + 1)
+
+    def take(self, drawn: Drawn) -> bool:
         """Go on by a token, if it is the next one."""
-        is_next = tokens is self.tokens and at == self.end
+        is_next = drawn.tokens is self.tokens and drawn.at == self.end
         self.end += is_next
         return is_next
 
-    def take_any(self) -> bool:
-        """Go on by the next token, if there is one."""
-        return self.end < self.tokens.size and self.take(self.tokens, self.end)
+    def next_or_zero(self) -> Drawn:
+        """Return the next token, if there is one, else a zero."""
+        if self.end < self.tokens.size:
+            return Drawn(self.tokens, self.end)
+        return Drawn(mx.zeros((1,), dtype=mx.int32), 0)
 
     def cut(self) -> mx.array:
         is_whole = self.end - self.first == self.tokens.size

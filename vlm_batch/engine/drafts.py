@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 from vlm_batch.engine.batch import DecodeBatch
@@ -55,7 +56,42 @@ PAUSE, MOST_PAUSE = 4, 16
 logger = logging.getLogger("vlm_batch.drafts")
 
 
-class Drafts:
+class NoDrafts:
+    """Of an engine without drafts."""
+
+    #: Drafts beside forms and earlier text.
+    model: Heads | None = None
+    #: Tokens that were drafted, and those of them that were accepted.
+    num_drafted = 0
+    num_held = 0
+
+    def note_words(self, logits: mx.array) -> None:
+        """Note how many tokens the model has, of logits (R, V)."""
+
+    def give_drafter(self, row: Row, prompt: Encoded) -> None:
+        """Let a row draft, unless it has a drafter, or logits processors, which may count calls."""
+
+    def launched(self, positions: int) -> None:
+        """Note a forward's positions; 0 if other work ran beside it."""
+
+    def was_read(self) -> None:
+        """Note that launched tokens were read."""
+
+    def wants(self, groups: Sequence[DecodeBatch]) -> bool:
+        """Return whether launched tokens must be read first: they are drafted, or drafts will follow them."""
+        return False
+
+    def propose(
+        self, batch: DecodeGroups, patience: Patience
+    ) -> Iterator[Failed | None]:
+        """Give drafts to rows whose tokens have been read, within what a step may wait. Yields failures."""
+        return iter(())
+
+
+NO_DRAFTS = NoDrafts()
+
+
+class Drafts(NoDrafts):
     """Chooses each step's drafts by measured acceptance rates and forward times.
 
     Args:
@@ -75,19 +111,20 @@ class Drafts:
         self._spoken: OrderedDict[int, bytearray] = OrderedDict()
 
     @property
-    def num_drafted(self) -> int:
+    def num_drafted(self) -> int:  # type: ignore[override]
         return self.acceptance.num_drafted
 
     @property
-    def num_held(self) -> int:
-        """Accepted tokens."""
+    def num_held(self) -> int:  # type: ignore[override]
         return self.acceptance.num_held
 
+    def note_words(self, logits: mx.array) -> None:
+        self.num_words = logits.shape[-1]
+
     def give_drafter(self, row: Row, prompt: Encoded) -> None:
-        """Let a row draft, unless it has a drafter, or logits processors, which may count calls."""
         if row.answer.drafter is not NO_DRAFTER:
             return
-        if not row.may_draft or row.params.logits_processors:
+        if not row.terms.may_draft or row.params.logits_processors:
             return
         ids = np.array(prompt.input_ids, dtype=np.int32)[0]
         state = None
@@ -108,17 +145,14 @@ class Drafts:
         return spoken
 
     def launched(self, positions: int) -> None:
-        """Note a forward's positions; 0 if other work ran beside it."""
         self.clock.launched(positions)
 
     def was_read(self) -> None:
-        """Note that launched tokens were read."""
         self.clock.was_read()
 
     # Before tokens are read
 
     def wants(self, groups: Sequence[DecodeBatch]) -> bool:
-        """Return whether launched tokens must be read first: they are drafted, or drafts will follow them."""
         for group in groups:
             if any(row.answer.drafter.ahead for row in group.rows):
                 return True
@@ -168,7 +202,6 @@ class Drafts:
     def propose(
         self, batch: DecodeGroups, patience: Patience
     ) -> Iterator[Failed | None]:
-        """Give drafts to rows whose tokens have been read, within what a step may wait. Yields failures."""
         for group in batch.groups:
             yield attempt(group.rows, group.lay_out, is_shared=True)
         begin = time.perf_counter()

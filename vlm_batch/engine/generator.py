@@ -16,7 +16,7 @@ from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.choosing import Flight, choose
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NO_DRAFTS, NoDrafts
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import RowMemory
@@ -36,6 +36,7 @@ from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
 from vlm_batch.engine.work import Part, Work, attempt
 from vlm_batch.policy import Policy, policy_of
+from vlm_batch.records import Terms
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import Event, SamplingParams
 
@@ -67,7 +68,7 @@ class BatchGenerator:
         kv: KVQuantisation | None = None,
         sampler: Sampler = sample,
         shapes: Shapes | None = None,
-        drafts: Drafts | None = None,
+        drafts: NoDrafts = NO_DRAFTS,
     ) -> None:
         policy = policy or policy_of(
             {} if shapes is None else {"placement": shapes.layout.value}
@@ -84,18 +85,17 @@ class BatchGenerator:
         self.policy = policy
         self.capacity = Capacity(policy)
         self.sampler = sampler
-        model = None if drafts is None else drafts.model
         graphs = shapes.graphs(compile_decode)
         self._decoder = Decoder(
             self.adapter,
             shapes.decode_call(),
             compile_decode=graphs,
-            keeps_hidden=model is not None,
+            keeps_hidden=drafts.model is not None,
         )
         batch = DecodeGroups(shapes, self.capacity.most_rows)
         self._pace = Pace(policy)
         self.trial = Trial(self.adapter, kv, shapes)
-        more = 0 if model is None else model.bytes_per_token
+        more = 0 if drafts.model is None else drafts.model.bytes_per_token
         self.memory = RowMemory(policy.max_bytes, batch.slabs, more)
         self.rows = Rows(
             batch, self.capacity, self.memory, self.reuse, policy.ageing_seconds
@@ -157,9 +157,8 @@ class BatchGenerator:
             Prompt(inputs=as_mlx(inputs)),
             params or SamplingParams(),
             text=self.text,
-            priority=priority,
+            terms=Terms(priority, returns_cache=return_cache),
             cache=cache,
-            return_cache=return_cache,
             given=inputs,
         )
         self.rows.add(row)
@@ -220,7 +219,7 @@ class BatchGenerator:
         batch, patience = self.rows.batch, self.telling.patience
         has_others = any(row.answer.guide is None for row in batch.rows)
         patience.begin(beside_others=has_others)
-        if self.drafts is None or not self.drafts.wants(batch.groups):
+        if not self.drafts.wants(batch.groups):
             return before
         self.telling.read(before)
         self.telling.take_untold()
@@ -295,17 +294,19 @@ class BatchGenerator:
     def _prefill(self, plan: Sequence[Work]) -> list[Row]:
         """Launch chunks. Returns the rows whose prompts end."""
         last: dict[Row, Part] = {}  # holding an earlier chunk's arrays would copy them
-        works = plan if len(plan) < 2 else self.runner.group(plan)
-        for work in works:
+        for work in self.runner.group(plan):
             if self.is_ending:
                 break
             for part in self.retry.made(self.runner.prefill(work)):
                 last[part.rows[0]] = part
         self._launched += last.values()
+        ready: list[Row] = []
         for row, part in last.items():
             if part.logits is not None:
                 self.retry.attempt(row, self.rows.end_prefill, row, part.logits)
-        return [row for row in last if row.stage is Stage.READY]
+            if row.stage is Stage.READY:
+                ready.append(row)
+        return ready
 
     def _join(self, rows: Sequence[Row]) -> list[Part]:
         """Move ready rows to the batch. Returns their parts."""
@@ -320,10 +321,9 @@ class BatchGenerator:
 
     def _time_drafts(self, *, is_alone: bool) -> None:
         """Have a forward timed that had the step for itself."""
-        if self.drafts is not None:
-            groups = self.rows.batch.groups
-            is_one = is_alone and len(groups) == 1
-            self.drafts.launched(groups[0].num_positions if is_one else 0)
+        groups = self.rows.batch.groups
+        is_one = is_alone and len(groups) == 1
+        self.drafts.launched(groups[0].num_positions if is_one else 0)
 
     def _record(
         self, begin: float, encoding: float, num_decoding: int, plan: Sequence[Work]

@@ -5,7 +5,7 @@ All rows share a group unless shapes limit it. A row suspected of failing a forw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vlm_batch.caches import LayerCache, Placement
@@ -22,15 +22,24 @@ class DecodeGroups:
 
     @property
     def rows(self) -> list[Row]:
-        return [row for group in self.groups for row in group.rows]
+        found: list[Row] = []
+        for group in self.groups:
+            found += group.rows
+        return found
 
     @property
     def places(self) -> list[Row | None]:
-        return [place for group in self.groups for place in group.places]
+        found: list[Row | None] = []
+        for group in self.groups:
+            found += group.places
+        return found
 
     @property
     def layers(self) -> list[LayerCache]:
-        return [layer for group in self.groups for layer in group.layers]
+        found: list[LayerCache] = []
+        for group in self.groups:
+            found += group.layers
+        return found
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
@@ -49,30 +58,38 @@ class DecodeGroups:
             room = self._most - len(group) - 1
             group.join(row, caches, min(others, room))
             return
-        is_apart = row.is_suspect
-        most = self._shapes.group_size(1) if is_apart else self._most
-        least = self._shapes.least_columns(next_length(row))
-        group = DecodeBatch(self._shapes, most, least, is_apart=is_apart)
-        group.join(row, caches, 0 if is_apart else min(others, most - 1))
+        most = self._most
+        if row.is_suspect:
+            most, others = self._shapes.group_size(1), 0
+        least = self._least_columns(row)
+        group = DecodeBatch(self._shapes, most, least, is_apart=row.is_suspect)
+        group.join(row, caches, min(others, most - 1))
         self.groups = tuple(sorted((*self.groups, group), key=lambda one: one.is_apart))
 
     def _group_for(self, row: Row) -> DecodeBatch | None:
         if row.is_suspect:
             return None
-        least = self._shapes.least_columns(next_length(row))
-        for group in self.groups:
-            has_room = len(group) < self._most
-            if has_room and group.least == least and not group.is_apart:
+        for group in self._shared(self._least_columns(row)):
+            if len(group) < self._most:
                 return group
         return None
+
+    def _shared(self, least: int) -> Iterator[DecodeBatch]:
+        """Yield the groups of several rows whose slabs have at least so many columns."""
+        for group in self.groups:
+            if group.least == least and not group.is_apart:
+                yield group
+
+    def _least_columns(self, row: Row) -> int:
+        return self._shapes.least_columns(next_length(row))
 
     def misplaced(self) -> list[Row]:
         """Return rows set apart, let back, or beyond their group's columns."""
         found: list[Row] = []
         for group in self.groups:
             for row in group.rows:
-                least = self._shapes.least_columns(next_length(row))
-                if row.is_suspect is not group.is_apart or least != group.least:
+                is_elsewhere = row.is_suspect is not group.is_apart
+                if is_elsewhere or self._least_columns(row) != group.least:
                     found.append(row)
         return found
 
@@ -86,30 +103,24 @@ class DecodeGroups:
 
     def slabs(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Return the slabs' (places, columns) for these rows' lengths; (1, length) each for caches per row."""
-        if self._shapes.layout is Placement.ROWS:
-            is_slab = lengths and self._shapes.placement(lengths) is Placement.SLAB
-            if is_slab:
-                return [(len(lengths), self._shapes.columns(max(lengths)))]
+        shapes = self._shapes
+        if shapes.placement(lengths) is Placement.ROWS:
             return [(1, length) for length in lengths]
+        if shapes.layout is Placement.ROWS:
+            return [(len(lengths), shapes.columns(max(lengths)))]
         kinds: dict[int, list[int]] = {}
         for length in lengths:
-            kinds.setdefault(self._shapes.least_columns(length), []).append(length)
+            kinds.setdefault(shapes.least_columns(length), []).append(length)
         found: list[tuple[int, int]] = []
         for least, of_kind in kinds.items():
             full, rest = divmod(len(of_kind), self._most)
-            places = full * self._most + self._shapes.places(rest, self._most)
+            places = full * self._most + shapes.places(rest, self._most)
             if len(lengths) > 1:
-                places = max(places, self._num_places(least))
-            found.append((places, self._shapes.columns(max(of_kind), least)))
+                there = sum(len(group.places) for group in self._shared(least))
+                places = max(places, there)
+            columns = shapes.columns(max(of_kind), least)
+            found.append((places, columns))
         return found
-
-    def _num_places(self, least: int) -> int:
-        """Return the places that there are in slabs of at least so many columns."""
-        count = 0
-        for group in self.groups:
-            if group.least == least and not group.is_apart:
-                count += len(group.places)
-        return count
 
     def leave(self, row: Row) -> None:
         """Free a row's place, if it has one."""

@@ -43,9 +43,8 @@ class Logprobs:
         held: list[Any] = [array.tolist() for array in self.arrays()]
         values = zip(tokens, self.counts, *held, strict=True)
         for token, count, logprob, ids, top in values:
-            likely = [
-                pair for pair in zip(ids, top, strict=True) if pair[1] > -math.inf
-            ]
+            pairs = zip(ids, top, strict=True)
+            likely = [pair for pair in pairs if pair[1] > -math.inf]
             found.append(TokenLogprobs(token, logprob, tuple(likely[:count])))
         return found
 
@@ -56,19 +55,14 @@ def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.a
     Each count is sorted apart: it decides the order of equal values.
     """
     if len(set(counts)) > 1:
-        widest = max(counts)
-        found = [
-            likeliest(logprobs[row : row + 1], [count])
-            for row, count in enumerate(counts)
-        ]
-        missing = [[(0, 0), (0, widest - count)] for count in counts]
-        wide = [
-            (mx.pad(ids, width), mx.pad(top, width, constant_values=-mx.inf))
-            for (ids, top), width in zip(found, missing, strict=True)
-        ]
-        return mx.concatenate([ids for ids, _ in wide]), mx.concatenate(
-            [top for _, top in wide]
-        )
+        all_ids: list[mx.array] = []
+        all_values: list[mx.array] = []
+        for row, count in enumerate(counts):
+            ids, values = likeliest(logprobs[row : row + 1], [count])
+            width = [(0, 0), (0, max(counts) - count)]
+            all_ids.append(mx.pad(ids, width))
+            all_values.append(mx.pad(values, width, constant_values=-mx.inf))
+        return mx.concatenate(all_ids), mx.concatenate(all_values)
     k = min(counts[0], logprobs.shape[-1])
     if k == 0:
         return mx.zeros((len(counts), 0), dtype=mx.uint32), mx.zeros((len(counts), 0))
@@ -83,7 +77,8 @@ def largest(values: mx.array, count: int) -> mx.array:
 
     On a CPU partitions are slow and maxima fast: the largest values lie in the parts of the row with the largest maxima.
     """
-    size, width = values.shape[-1], 128 if count <= 64 else 16
+    size = values.shape[-1]
+    width = 128 if count <= 64 else 16
     whole = size // width * width
     if mx.default_device().type == mx.DeviceType.gpu or 4 * count * width > size:
         return mx.argpartition(-values, kth=count - 1, axis=-1)[:, :count]
@@ -138,22 +133,34 @@ class PromptScores:
         # later ids occur in prompts only
         size = min(logits.shape[1], self._vocabulary or logits.shape[1])
         asked = range(first + 1, min(end + 1, len(self._ids)))
-        told = [at for at in asked if self._said[at] and self._ids[at] < size]
+        told: list[int] = []
+        own: list[int] = []
+        for at in asked:
+            token = self._ids[at]
+            if self._said[at] and token < size:
+                told.append(at)
+                own.append(token)
         if not told:
             return []
         rows = mx.array([at - 1 - first for at in told])
-        own = mx.array([self._ids[at] for at in told])
-        found = Logprobs.of(logits[rows][:, :size], own, [self._count] * len(told))
+        counts = [self._count] * len(told)
+        found = Logprobs.of(logits[rows][:, :size], mx.array(own), counts)
         self._parts.append((told, found))
         return found.arrays()
 
+    def has_nan(self) -> bool:
+        """Return whether a value is no number."""
+        values = [one.logprob for one in self.read() if one is not None]
+        return any(map(math.isnan, values))
+
     def read(self) -> tuple[TokenLogprobs | None, ...]:
-        if self._read is None:
-            read: list[TokenLogprobs | None] = [None] * len(self._ids)
-            for told, found in self._parts:
-                for at, one in zip(
-                    told, found.read([self._ids[at] for at in told]), strict=True
-                ):
-                    read[at] = one
-            self._read, self._parts = tuple(read), []
+        if self._read is not None:
+            return self._read
+        read: list[TokenLogprobs | None] = [None] * len(self._ids)
+        for told, found in self._parts:
+            own = [self._ids[at] for at in told]
+            for at, one in zip(told, found.read(own), strict=True):
+                read[at] = one
+        self._parts = []
+        self._read = tuple(read)
         return self._read

@@ -21,6 +21,7 @@ from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.errors import BatcherClosed, describe, let_go
 from vlm_batch.handle import Handle
+from vlm_batch.records import Terms
 from vlm_batch.runtime import threads
 from vlm_batch.runtime.memory import wired
 from vlm_batch.runtime.watchdog import Watchdog
@@ -28,7 +29,7 @@ from vlm_batch.types import Event, Request, Stats, failed_result
 
 if TYPE_CHECKING:
     from vlm_batch.inputs.loaders import Loaders
-    from vlm_batch.inputs.prepare import Question
+    from vlm_batch.inputs.question import Question
 
 _log = logging.getLogger(__name__)
 
@@ -118,15 +119,10 @@ class EngineLoop:
             Prompt(question=question),
             request.params,
             text=self.generator.text,
-            priority=request.priority,
-            client=request.client,
+            terms=_terms(request),
             cache=request.cache,
-            return_cache=request.return_cache,
-            may_draft=request.draft == "auto",
         )
         row.lane, row.has_videos = question.lane, bool(question.videos)
-        row.returns_prompt_ids = request.return_prompt_ids
-        row.cache_salt = request.cache_salt
         self._alive[row.request_id] = handle
         self._inbox.put(lambda loop: loop._add(row))
         if self._gone is not None:  # the loop ended meanwhile
@@ -209,8 +205,8 @@ class EngineLoop:
             ahead_bytes=generator.admission.nbytes,
             most_rows=generator.capacity.num_places,
             busy_seconds=totals.busy_seconds,
-            drafted=0 if generator.drafts is None else generator.drafts.num_drafted,
-            drafts_held=0 if generator.drafts is None else generator.drafts.num_held,
+            drafted=generator.drafts.num_drafted,
+            drafts_held=generator.drafts.num_held,
         )
 
     # On its own thread
@@ -351,6 +347,17 @@ class EngineLoop:
         several = self._several.get(request_id)
         for row_id in () if several is None else several.row_ids:
             del self._several[row_id]
+
+
+def _terms(request: Request) -> Terms:
+    return Terms(
+        request.priority,
+        request.client,
+        may_draft=request.draft == "auto",
+        returns_cache=request.return_cache,
+        returns_prompt_ids=request.return_prompt_ids,
+        cache_salt=request.cache_salt,
+    )
 
 
 def _gone_event(request_id: str, reason: str) -> Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vlm_batch.records import PromptKey
-from vlm_batch.store.prefix import PrefixCache
+from vlm_batch.store.prefix import NoPrefixCache
 from vlm_batch.store.saved import common_length
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Overlap:
             self._with_rows[other] = key.before_span(min(common, key.length - 1))
         return self._with_rows[other]
 
-    def cached(self, prefix: PrefixCache, key: PromptKey) -> int:
+    def cached(self, prefix: NoPrefixCache, key: PromptKey) -> int:
         """Return the positions that the prefix cache has."""
         if self._version != prefix.version:
             found = prefix.find(key)

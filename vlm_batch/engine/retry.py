@@ -48,27 +48,33 @@ class Retry:
 
     def _settle_shared(self, rows: Sequence[Row], error: BaseException) -> None:
         """Recompute the rows of a group whose shared work raised; end a row that had failed before, and now alone."""
-        batch, first = self._rows.batch, rows[0]
-        group = batch.of(first)
-        is_apart = first.is_suspect or (group is not None and group.is_apart)
-        culprit = first if len(rows) == 1 and is_apart else None
-        lost = _alive(dict.fromkeys([*rows, *batch.drop(rows)]))
+        is_culprit = len(rows) == 1 and self._is_apart(rows[0])
+        dropped = self._rows.batch.drop(rows)
+        lost = _alive(dict.fromkeys([*rows, *dropped]))
         if is_out_of_memory(error):
             self._wait_for_memory(lost, error)
             return
-        innocent = [row for row in lost if row is not culprit]
-        if innocent:
-            note_again(len(innocent), error)
+        if is_culprit and rows[0] in lost:
+            lost.remove(rows[0])
+            self._rows.end(rows[0], "error", error)
+        if lost:
+            note_again(len(lost), error)
         for row in lost:
-            if row is culprit:
-                self._rows.end(row, "error", error)
-            else:
-                row.suspect()
-                self._begin_again(row, error)
+            row.suspect()
+            self._begin_again(row, error)
+
+    def _is_apart(self, row: Row) -> bool:
+        """Return whether a row has failed before, and was alone for that."""
+        group = self._rows.batch.of(row)
+        is_alone = group is not None and group.is_apart
+        return is_alone or row.is_suspect
 
     def made(self, made: Iterable[Made | Failed] | Failed) -> Iterator[Made]:
         """Yield what was made; settle what failed."""
-        for one in [made] if isinstance(made, Failed) else made:
+        if isinstance(made, Failed):
+            self.settle(made)
+            return
+        for one in made:
             if isinstance(one, Failed):
                 self.settle(one)
             else:
@@ -94,15 +100,18 @@ class Retry:
     def _wait_for_memory(self, rows: Sequence[Row], error: BaseException) -> None:
         """Recompute rows that ran out of memory, one fewer at a time. A row that fails twice alone ends."""
         # It releases MLX's freed arrays for other processes, and against fragmentation.
-        live = len({*self._rows.live(), *rows})
-        self._capacity.run_out(live)
-        if live == 1:
+        live = {*self._rows.live(), *rows}
+        self._capacity.run_out(len(live))
+        is_alone = len(live) == 1
+        if is_alone:
             self._kept.clear()
-        never = [row for row in rows if live == 1 and row.was_alone]
+        never: list[Row] = []
         for row in rows:
-            if row not in never:
-                row.was_alone = live == 1
-                self._begin_again(row, error)
+            if is_alone and row.was_alone:
+                never.append(row)
+                continue
+            row.was_alone = is_alone
+            self._begin_again(row, error)
         release_memory()
         for row in never:
             self._rows.end(row, "error", _too_large(row, error))

@@ -24,7 +24,7 @@ from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.files import Identity
 from vlm_batch.store.pictures import PictureStore
-from vlm_batch.store.prefix import Match, PrefixCache, match, thin
+from vlm_batch.store.prefix import Match, NoPrefixCache, PrefixCache, match, thin
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, common_length, save_row, save_snapshot
 from vlm_batch.types import Request, SamplingParams
@@ -66,9 +66,8 @@ class Caches:
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "directory_bytes"):
-            object.__setattr__(
-                self, name, whole_option(name, vars(self)[name], least=0)
-            )
+            number = whole_option(name, vars(self)[name], least=0)
+            object.__setattr__(self, name, number)
         if self.directory is None:
             return
         if not isinstance(self.directory, (str, Path)):
@@ -84,9 +83,8 @@ class Caches:
         """Return an empty prefix cache, with the directory if any."""
         if self.directory is None:
             return PrefixCache(budget)
-        return PrefixCache(
-            budget, RowFiles(Path(self.directory), self.directory_bytes, identity)
-        )
+        files = RowFiles(Path(self.directory), self.directory_bytes, identity)
+        return PrefixCache(budget, files)
 
 
 @contextlib.contextmanager
@@ -95,7 +93,7 @@ def keeping(row: Row) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if row.reuse.is_returned:
+        if row.terms.returns_cache:
             raise
         logger.warning(
             "the caches of a row that ended are not kept: %s", describe(error)
@@ -122,17 +120,17 @@ class Reuse:
     ) -> None:
         self.adapter = adapter
         self.pictures = pictures
-        self.prefix = prefix
+        self.prefix = NoPrefixCache() if prefix is None else prefix
         self.shapes = shapes
-        self.budget = budget or (prefix.budget if prefix is not None else ByteBudget(0))
+        # an empty one is false
+        self.budget = self.prefix.budget if budget is None else budget
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, perhaps not computed yet
 
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
         self.store_ended()
-        if self.prefix is not None:
-            self.prefix.close()
+        self.prefix.close()
         self.budget.clear()
         release_memory()
 
@@ -145,22 +143,24 @@ class Reuse:
             text_ids: gives the prompt's ids; None if they are known only once media are read.
         """
         cache = request.cache
-        if cache is None and not request.return_cache:
+        if cache is None:
+            if request.return_cache:
+                self._check_family(request.params)
             return
         self._check_family(request.params)
-        # a cache that was continued is refused by its claim
-        if cache is None or cache.is_continued:
-            return
+        if cache.is_continued:
+            return  # it is refused by its claim
         self.identity.check(cache.identity)
-        saved, ids = cache.peek(), text_ids()
+        saved = cache.peek()
+        ids = text_ids()
         if ids is None:
             return
-        common = common_length(
-            saved.keys[:, :1], np.array(ids, dtype=np.int64)[:, None]
-        )
-        limit = common - (common == len(ids))  # the last position is computed again
-        if not saved.resumable(limit) and not self._can_begin_anew(common):
-            raise _misfit(saved, common)
+        given = np.array(ids, dtype=np.int64)[:, None]
+        common = common_length(saved.keys[:, :1], given)
+        is_whole = common == len(ids)
+        limit = common - is_whole  # the last position is computed again
+        if not saved.resumable(limit):
+            self._check_common(saved, common, common)
 
     def _check_family(self, params: SamplingParams) -> None:
         if params.prompt_logprobs is not None:
@@ -176,37 +176,36 @@ class Reuse:
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
         """Return whether a row in prefill will leave a much longer prefix than the cached one."""
-        if self.prefix is None or row.prompt.encoded is not None:
-            return False
-        if not self._may_share(row):
+        is_encoded = row.prompt.encoded is not None
+        if is_encoded or not self._may_share(row):
             return False
         key = self._key_or_none(row)
         if key is None:
             return False
-        overlap, least = row.reuse.overlap, _min_shared_tokens(key.length)
-        coming = max((overlap.shared_with(other, key) for other in others), default=0)
+        overlap = row.reuse.overlap
+        coming = 0
+        for other in others:
+            coming = max(coming, overlap.shared_with(other, key))
+        least = _min_shared_tokens(key.length)
         if coming < least:
             return False
         return coming >= overlap.cached(self.prefix, key) + least
 
     def new_ones(self, rows: Sequence[Row], others: Iterable[Row]) -> list[Row]:
         """Return the first rows without a shared prefix, one at least. Who ran out of memory alone stays alone."""
-        if rows[0].was_alone:
-            return [rows[0]]
         chosen: list[Row] = []
         for row in rows:
-            if row.was_alone:
-                break
-            if not self._is_new(row) or self.waits_for(row, [*others, *chosen]):
+            is_new = self._is_new(row)
+            if not is_new or self.waits_for(row, [*others, *chosen]):
                 break
             chosen.append(row)
         return chosen or [rows[0]]
 
     def _is_new(self, row: Row) -> bool:
-        """Return whether a row begins with nothing that is cached."""
-        if row.reuse.continues is not None:
+        """Return whether a row may begin beside others, with nothing that is cached."""
+        if row.was_alone or row.reuse.continues is not None:
             return False
-        if self.prefix is None or not self._may_share(row):
+        if not self._may_share(row):
             return True
         try:
             key = self._key(row)
@@ -216,12 +215,12 @@ class Reuse:
 
     def _may_share(self, row: Row) -> bool:
         """Return whether a row takes prefixes of others: of prompts with log-probabilities no token may be left out."""
-        return row.reuse.continues is None and row.params.prompt_logprobs is None
+        if not self.prefix.keeps or row.reuse.continues is not None:
+            return False
+        return row.params.prompt_logprobs is None
 
     def _cached(self, key: PromptKey) -> Match | None:
         """Return the longest cached prefix, if it is long enough."""
-        if self.prefix is None:
-            return None
         return self.prefix.find(key, _min_shared_tokens(key.length))
 
     # A row that begins
@@ -229,45 +228,55 @@ class Reuse:
     def begin(self, row: Row, fresh: Sequence[Any]) -> int:
         """Give a row fresh or restored caches. Returns their positions. Raises InvalidCache if the user's does not fit."""
         row.prompt.cache = list(fresh)
-        own = row.reuse
-        is_asked = own.continues is not None or own.is_returned
-        if is_asked:
-            self._check_family(row.params)
-        if row.params.prompt_logprobs is not None:  # no token may be left out
-            return 0
-        if self.prefix is None and not is_asked:
-            return 0
-        key = self._key(row)
-        own.overlap.clear()
+        key = self._key_to_share(row)
+        row.reuse.overlap.clear()
         if key is None:
             return 0
         found = self._match(row, key)
         if not _can_be_cut(fresh):
-            common = 0 if found is None else found.common
-            ends = {end for _, end in key.pictures}
-            own.stops = tuple(sorted({common} | ends))
+            row.reuse.stops = _stops(key, found)
         if found is None or not found.length:
             return 0
         self._restore(row, key, found)
         return found.length
 
+    def _key_to_share(self, row: Row) -> PromptKey | None:
+        """Return the key of a prompt that takes or leaves states, else None. Raises InvalidCache."""
+        own = row.reuse
+        is_asked = own.continues is not None or row.terms.returns_cache
+        if is_asked:
+            self._check_family(row.params)
+        elif not self.prefix.keeps:
+            return None
+        if row.params.prompt_logprobs is not None:
+            return None  # no token may be left out
+        return self._key(row)
+
     def _match(self, row: Row, key: PromptKey) -> Match | None:
         """Return the match with the user's cache, else with the cached prefixes. Raises InvalidCache."""
-        if row.reuse.continues is not None:
-            return self._continued(row.reuse.continues, key)
-        return self._cached(key)
+        given = row.reuse.continues
+        if given is None:
+            return self._cached(key)
+        self.identity.check(given.identity)
+        saved = given.peek()
+        found = match(saved, key)
+        if not found.length:
+            common = common_length(saved.keys[:, :1], key.positions[:, :1])
+            self._check_common(saved, common, found.common)
+        return found
 
     def _restore(self, row: Row, key: PromptKey, found: Match) -> None:
         """Give a row the state of a match."""
-        own, saved, length = row.reuse, found.row, found.length
-        last = max((end for _, end in key.pictures), default=0)
+        saved, length = found.row, found.length
+        last = max(_ends_of_pictures(key), default=0)
         num_pictures = len(key.pictures) if last <= length else 0
         row.prompt.cache = saved.restore(length, num_pictures)
+        row.reuse.cached = length
         for at, snapshot in saved.snapshots.items():
             if at <= length:
-                own.snapshots[at] = snapshot
-        row.prompt.logits = saved.logits_at(length) if length == key.length else None
-        own.cached = length
+                row.reuse.snapshots[at] = snapshot
+        if length == key.length:
+            row.prompt.logits = saved.logits_at(length)
 
     def take_continued(self, row: Row) -> None:
         """Take the user's cache from which a row was restored, so that no other continues it."""
@@ -282,27 +291,32 @@ class Reuse:
 
         The state is ``pending`` until the first token is finite. ``logits`` (1, V): the last chunk's, else None.
         """
-        own, prompt, length = row.reuse, row.prompt, row.facts.length
-        if own.key is None or prompt.cache is None:
+        own, cache = row.reuse, row.prompt.cache
+        if own.key is None or cache is None:
             return []
         if logits is None:
             return _add_snapshot(row, None) if _needs_snapshot(row) else []
-        # a token took several positions, for which there are no keys
+        length = row.facts.length
         if own.key.length != length:
+            # a token took several positions, for which there are no keys
             own.key = None
-            if own.is_returned:
-                raise InvalidCache(
-                    "the family's prompts have more positions than ids: they have no prompt caches"
-                )
-            return []
+            if not row.terms.returns_cache:
+                return []
+            raise InvalidCache(
+                "the family's prompts have more positions than ids: they have no prompt caches"
+            )
         arrays = _save_constant(row)
         if own.cached == length:
             return arrays
         arrays += _add_snapshot(row, logits)
-        if self.prefix is None or length < MIN_TOKENS:
+        if not self._keeps(length):
             return arrays
-        own.pending = self._saved(row, prompt.cache, ())
+        own.pending = self._saved(row, cache, ())
         return own.pending.arrays()
+
+    def _keeps(self, length: int) -> bool:
+        """Return whether a row of so many positions is kept for later ones."""
+        return self.prefix.keeps and length >= MIN_TOKENS
 
     # A row that ends
 
@@ -310,23 +324,25 @@ class Reuse:
         """Return whether a prefilled row's caches are kept at its end."""
         if row.reuse.key is None:
             return False
-        is_kept = self.prefix is not None and self.shapes.goes_on_anywhere
-        return row.reuse.is_returned or is_kept
+        if row.terms.returns_cache:
+            return True
+        return self.prefix.keeps and self.shapes.goes_on_anywhere
 
     def end(self, row: Row) -> PromptCache | None:
         """Save a departed row's caches. Returns its prompt cache if its user wants it."""
-        own = row.reuse
         left, row.prompt.cache = row.prompt.cache, None
         if left is None:
             return None
+        is_returned = row.terms.returns_cache
         with keeping(row):
-            saved = self._saved(row, left, row.answer.said[: row.answer.num_fed])
+            fed = row.answer.said[: row.answer.num_fed]
+            saved = self._saved(row, left, fed)
             # a user's is for another thread
-            evaluate = mx.eval if own.is_returned else mx.async_eval
+            evaluate = mx.eval if is_returned else mx.async_eval
             evaluate(saved.arrays())
-            if self.prefix is not None and saved.length >= MIN_TOKENS:
+            if self._keeps(saved.length):
                 self._ended.append(saved)
-            if own.is_returned:
+            if is_returned:
                 return PromptCache(saved, self.identity)
         return None
 
@@ -342,27 +358,29 @@ class Reuse:
         """Store a saved row. Errors are ignored."""
         with contextlib.suppress(Exception):
             mx.eval(saved.arrays())
-            if self.prefix is not None:
-                self.prefix.store(saved)
+            self.prefix.store(saved)
 
     def _saved(self, row: Row, caches: Sequence[Any], said: Sequence[int]) -> SavedRow:
-        own = row.reuse
-        assert own.key is not None
+        own, key = row.reuse, row.reuse.key
+        assert key is not None
         answer = np.zeros((len(said), 3), dtype=np.int64)
-        answer[:, 0], answer[:, 1:] = said, own.key.answer
-        keys = np.concatenate([own.key.positions, answer])
-        num_pictures = len(own.key.pictures)
+        answer[:, 0] = said
+        answer[:, 1:] = key.answer
+        keys = np.concatenate([key.positions, answer])
+        num_pictures = len(key.pictures)
         return save_row(caches, keys, own.snapshots, num_pictures, own.constant)
 
     def _key(self, row: Row) -> PromptKey | None:
         """Return a prompt's key, made once; None if the family has none."""
         own, inputs = row.reuse, row.prompt.inputs
-        has_keys = self.adapter.spec.no_prefix_reuse is None
-        if own.key is None and has_keys and inputs is not None:
-            key = self.adapter.prompt_key(inputs)
-            if row.cache_salt is not None:
-                key = key.mixed(_salt(row.cache_salt))
-            own.key = self.shapes.key(key)
+        if own.key is not None or inputs is None:
+            return own.key
+        if self.adapter.spec.no_prefix_reuse is not None:
+            return None
+        key = self.adapter.prompt_key(inputs)
+        if row.terms.cache_salt is not None:
+            key = key.mixed(_salt(row.terms.cache_salt))
+        own.key = self.shapes.key(key)
         return own.key
 
     def _key_or_none(self, row: Row) -> PromptKey | None:
@@ -372,21 +390,32 @@ class Reuse:
         except Exception:
             return None
 
-    def _continued(self, cache: PromptCache, key: PromptKey) -> Match:
-        """Return the match with the user's cache. Raises InvalidCache."""
-        self.identity.check(cache.identity)
-        saved = cache.peek()
-        found = match(saved, key)
-        if found.length:
-            return found
-        common = common_length(saved.keys[:, :1], key.positions[:, :1])
-        if not self._can_begin_anew(common):
-            raise _misfit(saved, found.common)
-        return found
+    def _check_common(self, saved: SavedRow, common: int, until: int) -> None:
+        """Check whether a prompt that cannot go on from its user's cache may be computed whole.
 
-    def _can_begin_anew(self, common: int) -> bool:
-        """Return whether a prompt that shares ``common`` tokens with its user's cache may be computed whole."""
-        return not self.shapes.goes_on_anywhere and common > 0
+        Args:
+            common: tokens that it shares with the cache.
+            until: positions that it shares with it, pictures included.
+
+        Raises:
+            InvalidCache: it may not.
+        """
+        if common > 0 and not self.shapes.goes_on_anywhere:
+            return
+        raise InvalidCache(
+            f"the prompt does not continue the cache: they differ from position {until} on, and the cache of {saved.length} "
+            "tokens cannot be cut back to that"
+        )
+
+
+def _ends_of_pictures(key: PromptKey) -> list[int]:
+    return [end for _, end in key.pictures]
+
+
+def _stops(key: PromptKey, found: Match | None) -> tuple[int, ...]:
+    """Return where chunks end, so that layers that cannot be cut back have snapshots there."""
+    common = 0 if found is None else found.common
+    return tuple(sorted({common, *_ends_of_pictures(key)}))
 
 
 def _salt(text: str) -> np.ndarray:
@@ -394,13 +423,6 @@ def _salt(text: str) -> np.ndarray:
     return np.frombuffer(
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16],
         dtype=np.int64,
-    )
-
-
-def _misfit(saved: SavedRow, common: int) -> InvalidCache:
-    return InvalidCache(
-        f"the prompt does not continue the cache: they differ from position {common} on, and the cache of {saved.length} "
-        "tokens cannot be cut back to that"
     )
 
 
@@ -412,9 +434,12 @@ def _can_be_cut(caches: Sequence[Any]) -> bool:
 def _needs_snapshot(row: Row) -> bool:
     """Return whether a snapshot is due after a chunk: layers that cannot be cut back are there, and the last is far."""
     own, prompt = row.reuse, row.prompt
-    before = [at for at in own.snapshots if at <= prompt.prefilled]
-    is_far = prompt.prefilled - max(before, default=0) >= SNAPSHOT_STRIDE
-    if not is_far and prompt.prefilled not in own.stops:
+    last = 0
+    for at in own.snapshots:
+        if at <= prompt.prefilled:
+            last = max(last, at)
+    is_near = prompt.prefilled - last < SNAPSHOT_STRIDE
+    if is_near and prompt.prefilled not in own.stops:
         return False
     return not _can_be_cut(prompt.cache or ())
 

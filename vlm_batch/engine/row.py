@@ -14,11 +14,11 @@ import mlx.core as mx
 
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
-from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.constraints import Guide, Untold
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.overlap import Overlap
-from vlm_batch.engine.sampling import NO_RULES, RowRules
+from vlm_batch.engine.sampling import NO_RULES, NOT_DRAWN, Drawn, RowRules
 from vlm_batch.engine.text import (
     NO_TEXT,
     AnswerText,
@@ -26,7 +26,7 @@ from vlm_batch.engine.text import (
     ShownText,
 )
 from vlm_batch.errors import InvalidParameters, describe
-from vlm_batch.records import Encoded, MediaSizes, PromptKey
+from vlm_batch.records import Encoded, MediaSizes, PromptFacts, PromptKey, Terms
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.store.saved import SavedRow, Snapshot
 from vlm_batch.types import (
@@ -62,6 +62,8 @@ class Stage(str, Enum):  # strings hash fast
 
 
 NO_MEDIA = MediaSizes()
+NO_FACTS = PromptFacts()
+USUAL_TERMS = Terms()
 #: Parameters of a row that has ended.
 NO_PARAMS = SamplingParams()
 
@@ -79,29 +81,19 @@ class Prompt:
     encoded: Encoded | None = None
     cache: list[Any] | None = None  # its single-row caches, from encoding on
     prefilled: int = 0  # positions that are in them
-    ends: tuple[int, ...] = ()  # ends of its chunks; () leaves them to the schedule
     is_shared: bool = False  # if prefilled whole, it shares an array
     logits: mx.array | None = None  # (1, V) of its next token, once they are there
+
+    def to_prefill(self) -> tuple[Encoded, list[Any]]:
+        """Return an encoded prompt, and its caches, one of each layer."""
+        assert self.encoded is not None and self.cache is not None
+        return self.encoded, self.cache
 
     @property
     def nbytes(self) -> int:
         if self.inputs is not None:
             return num_bytes(self.inputs)
         return 0 if self.loading is None else self.loading.nbytes
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that outlive an encoded prompt (``PositionState``, ``Encoded``)."""
-
-    length: int = 0
-    delta: int = 0
-    image_tokens: int = 0
-    model_image_sizes: tuple[tuple[int, int], ...] = ()
-    vocabulary: int | None = None
-    # arguments of every decode step
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    token_ids: tuple[int, ...] | None = None  # the prompt's, if they are asked for
 
 
 class Ending(NamedTuple):
@@ -114,45 +106,50 @@ class Ending(NamedTuple):
 
 @dataclass(eq=False)
 class Answer:
-    """A row's answer so far. Its last sampled token, perhaps not computed yet, is ``drawn[drawn_at]``."""
+    """A row's answer so far."""
 
     shown: ShownText
     max_tokens: int = 0  # as requested, within the model's context
-    drawn: mx.array | None = None
-    drawn_at: int = 0
+    drawn: Drawn = NOT_DRAWN  # its last sampled token
     num_sampled: int = 0  # launched tokens included
     num_fed: int = 0  # tokens in its caches: those sampled before its last forward
     drafter: NoDrafter = NO_DRAFTER
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     rules: RowRules = NO_RULES  # tokens that end it, and words that it may not have
-    changes_logits: bool = False  # whether a stage of its own changes its logits
     guide: Guide | None = None  # for rows whose next token depends on the last one
-    parsed: Any = None
     token_ids: list[int] = field(default_factory=list)
-    # the next token, which its form still checks
-    untold: tuple[int, TokenLogprobs | None] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
     ending: Ending | None = None  # set when it is complete, until its row ends
 
     @property
+    def untold(self) -> Untold | None:
+        """The next token, which its form still checks."""
+        return None if self.guide is None else self.guide.untold
+
+    @property
     def said(self) -> list[int]:
         """Tokens that were read; its form may still hold the last."""
-        if self.untold is None:
-            return self.token_ids
-        return [*self.token_ids, self.untold[0]]
+        untold = self.untold
+        return self.token_ids if untold is None else [*self.token_ids, untold.token]
 
     @property
     def known_token(self) -> int | None:
         """The next token of a recomputed row, else None."""
         if self.num_sampled < len(self.token_ids):
             return self.token_ids[self.num_sampled]
-        if self.untold is None or self.num_sampled > len(self.token_ids):
+        untold = self.untold
+        if untold is None or self.num_sampled > len(self.token_ids):
             return None
-        return self.untold[0]
+        return untold.token
+
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether the choice of its next token needs its last one."""
+        return self.guide is not None and self.known_token is None
 
     def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
-        self.drawn, self.drawn_at = drawn, at + count - 1
+        self.drawn = Drawn(drawn, at + count - 1)
         self.num_sampled += count
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + count]])
@@ -185,7 +182,6 @@ class RowReuse:
     """States that a row took and that it leaves."""
 
     continues: PromptCache | None = None  # its user's
-    is_returned: bool = False  # whether its result has its cache
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
     overlap: Overlap = field(default_factory=Overlap)  # with other prompts
@@ -203,15 +199,11 @@ class Row:
     seed: int
     answer: Answer
     prompt: Prompt = field(default_factory=Prompt)
-    priority: int = 0
-    client: int = 0
+    terms: Terms = USUAL_TERMS
     lane: Hashable = None  # rows of one lane wait for each other's loading
     has_videos: bool = False
-    may_draft: bool = True
-    returns_prompt_ids: bool = False
-    cache_salt: str | None = None
     stage: Stage = Stage.INBOX
-    facts: Facts = Facts()
+    facts: PromptFacts = NO_FACTS
     media: MediaSizes = NO_MEDIA
     clock: Clock = field(default_factory=Clock)
     reuse: RowReuse = field(default_factory=RowReuse)
@@ -224,6 +216,14 @@ class Row:
     suspected: tuple[int, int] | None = None
     was_alone: bool = False  # when memory ran out
     gave_way: bool = False  # parked once for a due client
+
+    @property
+    def priority(self) -> int:
+        return self.terms.priority
+
+    @property
+    def client(self) -> int:
+        return self.terms.client
 
     @property
     def is_suspect(self) -> bool:
@@ -267,8 +267,8 @@ class Row:
         if self.is_only_read:
             answer.ending = None
         self.prompt = Prompt(inputs=None if self.given is None else as_mlx(self.given))
-        self.reuse = RowReuse(continues=reuse.continues, is_returned=reuse.is_returned)
-        answer.drawn = None
+        self.reuse = RowReuse(continues=reuse.continues)
+        answer.drawn = NOT_DRAWN
         answer.num_sampled = 0
         answer.num_fed = 0
         answer.history = None
@@ -299,7 +299,7 @@ class Row:
                     f"{len(answer.token_ids)}, where nothing may follow: they contradict each other"
                 )
             if is_whole or is_stop:
-                answer.parsed = guide.parsed(decode)
+                guide.read(decode)
             if guide.is_over:
                 answer.guide = None
         answer.drafter.add(token, guide)
@@ -367,7 +367,7 @@ class Row:
             if scores is not None and is_prefilled
             else None,
             prompt_token_ids=facts.token_ids,
-            parsed=answer.parsed,
+            parsed=None if answer.guide is None else answer.guide.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
@@ -378,7 +378,7 @@ class Row:
         self.params = NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
         self.siblings = ()
-        self.answer, self.facts = new_answer(self.params), Facts()
+        self.answer, self.facts = new_answer(self.params), NO_FACTS
 
 
 def decoder_of(text: AnswerText, skip_special_tokens: bool | None) -> Decode:
@@ -405,11 +405,8 @@ def new_row(
     params: SamplingParams,
     *,
     text: AnswerText = NO_TEXT,
-    priority: int = 0,
-    client: int = 0,
+    terms: Terms = USUAL_TERMS,
     cache: PromptCache | None = None,
-    return_cache: bool = False,
-    may_draft: bool = True,
     given: Mapping[str, Any] | None = None,
 ) -> Row:
     """Return a waiting row. ``given``: inputs to recompute from (default: the prompt's), on the host unless too large."""
@@ -417,30 +414,19 @@ def new_row(
     if seed is None:
         # a system call, which greedy rows need not pay
         seed = secrets.randbits(64) if params.temperature else 0
-    row = Row(
-        request_id,
-        params,
-        seed,
-        new_answer(params, text),
-        prompt,
-        priority,
-        client,
-        may_draft=may_draft,
-    )
-    if (given := given or prompt.inputs) is not None and num_bytes(
-        given
-    ) <= MOST_ON_HOST:
+    answer = new_answer(params, text)
+    row = Row(request_id, params, seed, answer, prompt, terms)
+    given = given or prompt.inputs
+    if given is not None and num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
-    row.reuse.continues, row.reuse.is_returned = cache, return_cache
-    row.siblings = tuple(
-        Row(
-            sibling_id(request_id, index),
-            params,
-            (seed + index) % 2**64,
-            new_answer(params, text),
-        )
-        for index in range(1, params.n)
-    )
+    row.reuse.continues = cache
+    siblings: list[Row] = []
+    terms = replace(terms, returns_cache=False)
+    for index in range(1, params.n):
+        name, own_seed = sibling_id(request_id, index), (seed + index) % 2**64
+        answer = new_answer(params, text)
+        siblings.append(Row(name, params, own_seed, answer, terms=terms))
+    row.siblings = tuple(siblings)
     return row
 
 
@@ -458,12 +444,11 @@ def fork(row: Row) -> list[Row]:
             logits=row.prompt.logits,
         )
         sibling.facts, sibling.clock = row.facts, replace(row.clock)
-        sibling.priority, sibling.client = row.priority, row.client
         sibling.media = row.media
         sibling.given = row.given
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
-        answer.rules, answer.changes_logits = given.rules, given.changes_logits
+        answer.rules = given.rules
         answer.prompt_scores = given.prompt_scores
         answer.guide = None if given.guide is None else given.guide.copy()
         answer.drafter = given.drafter.copy()

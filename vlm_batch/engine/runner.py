@@ -15,11 +15,11 @@ from vlm_batch.caches import Placement, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Facts, Row, Stage
+from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import stages_of
 from vlm_batch.engine.schedule import PrefillRow
@@ -52,12 +52,12 @@ class Runner:
         max_prompt_tokens: int | None,
         kv: KVQuantisation | None,
         shapes: Shapes,
-        drafts: Drafts | None,
+        drafts: NoDrafts,
         memory: RowMemory,
     ) -> None:
         self.adapter = adapter
         self._memory = memory
-        self.drafts = drafts
+        self._drafts = drafts
         self.encoding = EncoderMemory(default_limit())
         self._rows = rows
         self._reuse = reuse
@@ -76,47 +76,24 @@ class Runner:
         rows = group.rows
         group.lay_out()
         logits = self._decoder.logits(group, rows)
-        self._note_words(logits)
+        self._drafts.note_words(logits)
         alone: set[Row] = set()
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            is_plain = answer.guide is None and not answer.drafter.ahead
-            is_apart = not is_plain and _is_chosen_apart(row)
-            if is_apart or row.request_id in yielding:
+            is_chosen_apart = answer.drafter.ahead or answer.waits_for_token
+            if is_chosen_apart or row.request_id in yielding:
                 alone.add(row)
         if not alone:
             return [Part(rows, logits)]
         mx.async_eval(logits)
-        apart: list[Part] = []
-        together: list[Row] = []
-        firsts: list[int] = []
-        first = 0
-        for row in rows:
-            ahead = row.answer.drafter.ahead
-            end = first + 1 + len(ahead)
-            if row in alone:
-                is_held = _is_chosen_apart(row) and not ahead
-                own = logits[first:end]
-                apart.append(Part([row], own, is_held=is_held, ahead=ahead))
-            else:
-                together.append(row)
-                firsts.append(first)
-            first = end
-        if not together:
-            return apart
-        return [Part(together, logits[mx.array(firsts)]), *apart]
-
-    def _note_words(self, logits: mx.array) -> None:
-        """Tell drafts how many tokens the model has."""
-        if self.drafts is not None:
-            self.drafts.num_words = logits.shape[-1]
+        return _split(rows, logits, alone)
 
     # Pictures and prompts, encoded
 
     def encode(self, rows: Sequence[Row]) -> list[Part | Failed]:
         """Encode the first rows, as many as share a call."""
-        count = self._encode_pictures(rows) if len(rows) > 1 else 0
+        count = self._encode_pictures(rows)
         if not count:
             self.encoding.begin(picture_bytes(rows[0]))
             count = 1
@@ -130,7 +107,9 @@ class Runner:
         """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
         count = 1
-        while count < len(rows) and self.encoding.fits(sizes[count]):
+        for size in sizes[1:]:
+            if not self.encoding.fits(size):
+                break
             count += 1
         if count == 1:
             return 0
@@ -144,12 +123,13 @@ class Runner:
         last = 0  # row whose pictures were encoded
         # the first row after it that needs a tower of its own is another call's
         reach = count
-        for at in reversed(range(count)):
-            prompts[at].inputs = found[at]
+        for at in range(1, count):
             if found[at] is not given[at]:
-                last = max(last, at)
-            elif at:
-                reach = at
+                last = at
+            else:
+                reach = min(reach, at)
+        for prompt, inputs in zip(prompts, found, strict=True):
+            prompt.inputs = inputs
         if not last:
             return 0
         self.encoding.begin(sizes[last], before)
@@ -163,7 +143,6 @@ class Runner:
         cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
         encoded = self.adapter.encode(prompt.inputs, self._shapes.encode_call(), cached)
         check_encoded(encoded)
-        prompt.ends = self._shapes.ends(encoded.length, encoded.atomic)
         if params.prompt_logprobs is not None:
             answer.prompt_scores = self._scores(row, params.prompt_logprobs, encoded)
         self._check_length(row, encoded.length)
@@ -171,7 +150,7 @@ class Runner:
         prompt.inputs = None
         prompt.encoded = encoded
         prompt.prefilled = cached
-        row.facts = _facts(row, encoded)
+        row.facts = encoded.facts(with_ids=row.terms.returns_prompt_ids)
         self._begin_answer(row, encoded)
         if not row.clock.first_token:
             seconds = time.perf_counter() - begin
@@ -187,22 +166,22 @@ class Runner:
 
     def _begin_answer(self, row: Row, encoded: Encoded) -> None:
         """Prepare what the choice of a row's tokens needs."""
-        answer, params = row.answer, row.params
-        answer.max_tokens = params.max_tokens
-        if self.adapter.max_context is not None:
-            room = self.adapter.max_context - encoded.length
-            answer.max_tokens = min(params.max_tokens, room)
-        stages = stages_of(params, answer.rules)
-        answer.changes_logits = bool(stages)
-        if self.drafts is not None:
-            self.drafts.give_drafter(row, encoded)
+        answer, context = row.answer, self.adapter.max_context
+        answer.max_tokens = row.params.max_tokens
+        if context is not None:
+            answer.max_tokens = min(answer.max_tokens, context - encoded.length)
+        stages = stages_of(row.params, answer.rules)
+        answer.rules = replace(answer.rules, changes_logits=bool(stages))
+        self._drafts.give_drafter(row, encoded)
         if any(stage.reads_history for stage in stages):
-            known = [token for token in encoded.input_ids[0].tolist() if token >= 0]
+            ids: Any = encoded.input_ids[0].tolist()
+            known = [token for token in ids if token >= 0]
             answer.history = mx.array(known, dtype=mx.int32)
 
     def _scores(self, row: Row, count: int, encoded: Encoded) -> PromptScores:
         """Return an empty record, or raise InvalidParameters."""
-        if row.prompt.ends and not self.adapter.scores_chunks:
+        ends = self._shapes.ends(encoded.length, encoded.atomic)
+        if ends and not self.adapter.scores_chunks:
             raise InvalidParameters(
                 "prompt_logprobs: this family's take a forward a token, which reproducible=True excludes"
             )
@@ -228,47 +207,53 @@ class Runner:
         return [self._view(row, now) for row in rows]
 
     def _view(self, row: Row, now: float) -> PrefillRow:
-        prompt, length = row.prompt, row.facts.length
-        assert prompt.encoded is not None
+        encoded, _ = row.prompt.to_prefill()
         stops = (*self._stops, *row.reuse.stops)
         if row.answer.prompt_scores is not None:
-            together = POSITIONS_TOGETHER if self.adapter.scores_chunks else 1
-            stops = (*stops, *range(together, length, together))
+            together = 1
+            if self.adapter.scores_chunks:
+                together = POSITIONS_TOGETHER
+            stops = (*stops, *range(together, encoded.length, together))
         return PrefillRow(
             row.request_id,
-            length,
-            prompt.prefilled,
-            prompt.encoded.atomic,
+            encoded.length,
+            row.prompt.prefilled,
+            encoded.atomic,
             stops,
             row.priority,
             max(0.0, now - row.clock.submitted),
-            prompt.ends,
+            self._shapes.ends(encoded.length, encoded.atomic),
             row.client,
         )
 
     def group(self, chunks: Sequence[Work]) -> list[Work]:
         """Merge chunks of whole prompts that share an array."""
-        rows = {row.request_id: row for row in self._rows.ledger.at(Stage.PREFILL)}
+        if len(chunks) < 2:
+            return list(chunks)
         kinds: dict[Any, list[Work]] = {}
         for chunk in chunks:
-            row = rows[chunk.rows[0]]
-            if _is_shared(row, chunk.begin, chunk.end):
-                encoded = row.prompt.encoded
-                kinds.setdefault(encoded and encoded.kind, []).append(chunk)
+            row = self._rows.ledger[chunk.rows[0]]
+            encoded = row.prompt.encoded
+            if encoded is not None and _is_shared(row, chunk.begin, chunk.end):
+                kinds.setdefault(encoded.kind, []).append(chunk)
         # of each group the first chunk stands for all
-        merged: dict[Work, Work | None] = {chunk: chunk for chunk in chunks}
+        merged = {chunk: chunk for chunk in chunks}
         for alike in kinds.values():
             for places in self._shapes.groups([chunk.end for chunk in alike]):
-                group = [alike[place] for place in places]
-                merged |= dict.fromkeys(group)
-                merged[group[0]] = _merged(group)
-        return [work for work in merged.values() if work is not None]
+                first, *others = (alike[place] for place in places)
+                merged[first] = _merged([first, *others])
+                for other in others:
+                    del merged[other]
+        return list(merged.values())
 
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""
-        # without those that failed in an earlier chunk of this step
-        named = map(self._rows.ledger.get, work.rows)
-        rows = [row for row in named if row and row.stage is Stage.PREFILL]
+        rows: list[Row] = []
+        for name in work.rows:
+            row = self._rows.ledger.get(name)
+            # else it failed in an earlier chunk of this step
+            if row is not None and row.stage is Stage.PREFILL:
+                rows.append(row)
         if len(rows) > 1:
             try:
                 return self._prefill_together(rows)
@@ -285,18 +270,18 @@ class Runner:
     def _prefill_together(self, rows: Sequence[Row]) -> list[Part | Failed]:
         """Launch whole prompts in one array."""
         made = self._launch(rows)
-        return launch(
-            [attempt([row], self._take, row, at, *made) for at, row in enumerate(rows)]
-        )
+        taken: list[Made | Failed] = []
+        for at, row in enumerate(rows):
+            taken.append(attempt([row], self._take, row, at, *made))
+        return launch(taken)
 
     def _prefill_alone(self, row: Row, begin: int, end: int) -> Made:
         """Launch one row's chunk, with the idle rows of its shape."""
         prompt, scores = row.prompt, row.answer.prompt_scores
-        assert prompt.encoded is not None and prompt.cache is not None
-        kept = row.prompt.logits  # (1, V), of the same prompt
-        if kept is not None:
+        if prompt.logits is not None:  # of the same prompt
             prompt.prefilled = end
-            return self._made(row, kept)
+            return self._made(row, prompt.logits)
+        encoded, cache = prompt.to_prefill()
         # else a forward per token
         is_scored = scores is not None and self.adapter.scores_chunks
         is_whole = _is_shared(row, begin, end)
@@ -305,11 +290,9 @@ class Runner:
         )
         if count > 1:
             return self._take(row, 0, *self._launch([row]))
-        logits = self._forward(
-            [prompt.encoded], prompt.cache, [row], begin, end, stop, call
-        )
+        logits = self._forward([encoded], cache, [row], begin, end, stop, call)
         if stop > end:
-            trim(prompt.cache, stop - end)
+            trim(cache, stop - end)
         scored: list[mx.array] = []
         if scores is not None:
             scored, logits = scores.add(logits, end), logits[-1:]
@@ -318,11 +301,10 @@ class Runner:
 
     def _launch(self, rows: Sequence[Row]) -> tuple[mx.array, list[Any], int]:
         """Launch whole prompts in one array. Returns logits (R, V), the shared cache, its positions."""
-        prompts = [row.prompt.encoded for row in rows if row.prompt.encoded is not None]
+        prompts = [row.prompt.to_prefill()[0] for row in rows]
         cache = self.adapter.make_cache(self._kv)
-        count, end, call = self._shapes.prefill_call(
-            0, [prompt.length for prompt in prompts], is_whole=True
-        )
+        lengths = [prompt.length for prompt in prompts]
+        count, end, call = self._shapes.prefill_call(0, lengths, is_whole=True)
         filled = [*prompts, *[prompts[-1]] * (count - len(prompts))]
         logits = self._forward(filled, cache, rows, 0, end, end, call)
         mx.async_eval(logits, [layer.state for layer in cache])
@@ -348,8 +330,8 @@ class Runner:
         hidden: list[mx.array] = []
         call = replace(call, hidden=hidden)
         logits = self.adapter.prefill(prompts, cache, begin, stop, call)
-        for states in hidden[:1]:
-            _keep_hidden(states, rows, begin, end)
+        if hidden:
+            _keep_hidden(hidden[0], rows, begin, end)
         return logits
 
     def _take(
@@ -368,43 +350,45 @@ class Runner:
         self, row: Row, logits: mx.array, scored: Sequence[mx.array] = ()
     ) -> Made:
         """Return a chunk's part and arrays. ``logits`` (1, V): of its last position."""
-        prompt = row.prompt
-        assert prompt.encoded is not None and prompt.cache is not None
-        is_done = prompt.prefilled == row.facts.length
-        kept = self._reuse.keep(row, logits if is_done else None)
-        if is_done:
-            self.adapter.finish_prefill(prompt.encoded, prompt.cache)
-        state = arrays_of([cache.state for cache in prompt.cache])
+        encoded, caches = row.prompt.to_prefill()
+        if row.prompt.prefilled < row.facts.length:
+            kept = self._reuse.keep(row, None)
+            state = arrays_of([cache.state for cache in caches])
+            part = Part([row], None, [*state, *kept, *scored])
+            return part, [*part.arrays]
+        kept = self._reuse.keep(row, logits)
+        self.adapter.finish_prefill(encoded, caches)
+        self._drafts.note_words(logits)
+        state = arrays_of([cache.state for cache in caches])
         # A part does not hold a row's state, which the next token would have to copy.
-        if is_done:
-            self._note_words(logits)
-            part = Part([row], logits, [logits, *kept, *scored])
-            return part, [*state, logits, *kept, *scored]
-        part = Part([row], None, [*state, *kept, *scored])
-        return part, [*state, *kept, *scored]
+        part = Part([row], logits, [logits, *kept, *scored])
+        return part, [*state, *part.arrays]
 
 
-def _facts(row: Row, encoded: Encoded) -> Facts:
-    """Return what outlives an encoded prompt."""
-    token_ids: tuple[int, ...] | None = None
-    if row.returns_prompt_ids:
-        token_ids = tuple(encoded.input_ids[0].tolist())
-    return Facts(
-        length=encoded.length,
-        delta=encoded.position.delta,
-        image_tokens=encoded.image_tokens,
-        model_image_sizes=encoded.model_image_sizes,
-        vocabulary=encoded.vocabulary,
-        extras=encoded.decode,
-        token_ids=token_ids,
-    )
+def _split(rows: Sequence[Row], logits: mx.array, alone: Collection[Row]) -> list[Part]:
+    """Return a part of the rows that are chosen together, and one of each row ``alone``.
 
-
-def _is_chosen_apart(row: Row) -> bool:
-    """Return whether a row's next token depends on its last, or it drafts."""
-    if row.answer.drafter.ahead:
-        return True
-    return row.answer.guide is not None and row.answer.known_token is None
+    Args:
+        logits: (P, V), of each row as many positions as it drafts, and one.
+    """
+    apart: list[Part] = []
+    together: list[Row] = []
+    firsts: list[int] = []
+    end = 0
+    for row in rows:
+        ahead = row.answer.drafter.ahead
+        first = end
+        end = first + 1 + len(ahead)
+        if row not in alone:
+            together.append(row)
+            firsts.append(first)
+            continue
+        is_held = not ahead and row.answer.waits_for_token
+        part = Part([row], logits[first:end], is_held=is_held, ahead=ahead)
+        apart.append(part)
+    if not together:
+        return apart
+    return [Part(together, logits[mx.array(firsts)]), *apart]
 
 
 def _merged(group: Sequence[Work]) -> Work:

@@ -30,6 +30,7 @@ class RowRules:
 
     end_ids: Collection[int] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    changes_logits: bool = False  # whether a stage of the row's own does; once encoded
     _made: list[tuple[SamplingParams, _Arrays]] = field(
         init=False, compare=False, repr=False, default_factory=list
     )
@@ -146,6 +147,17 @@ class Sampled:
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
+class Drawn(NamedTuple):
+    """A token in the array of those that were sampled with it; perhaps not computed yet."""
+
+    tokens: Any  # an array (N,)
+    at: int
+
+
+#: Of a row for which no token was sampled.
+NOT_DRAWN = Drawn(None, 0)
+
+
 # One row at a time, where it asks for it ------------------------------------------------------------------------------
 
 
@@ -235,10 +247,10 @@ def allowed_only(logits: mx.array, row: SamplingRow) -> mx.array:
 def no_early_end(logits: mx.array, row: SamplingRow) -> mx.array:
     """Exclude tokens that end the answer before ``min_tokens``."""
     size = logits.shape[-1]
-    ends = [token for token in row.rules.end_ids if 0 <= token < size]
-    if row.step >= row.params.min_tokens or not ends:
+    if row.step >= row.params.min_tokens:
         return logits
-    return _without(logits, mx.array(ends))
+    ends = [token for token in row.rules.end_ids if 0 <= token < size]
+    return _without(logits, mx.array(ends)) if ends else logits
 
 
 def no_bad_words(logits: mx.array, row: SamplingRow) -> mx.array:
@@ -330,8 +342,9 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
         tokens = _drawn(tokens, logits, rows, drawn)
     counts: dict[int, int] = {}
     for place, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            counts[place] = row.params.logprobs
+        count = row.params.logprobs
+        if count is not None:
+            counts[place] = count
     if not counts:
         return Sampled(tokens, highest)
     asked = mx.array(list(counts))
@@ -349,11 +362,14 @@ def _drawn(
     plain: list[int] = []
     ordered: list[int] = []
     for place in places:
-        (ordered if _is_sorted(rows[place].params) else plain).append(place)
-    if plain:
-        tokens = _merge(tokens, plain, _draw(*_noisy(logits, rows, plain)))
-    if ordered:
-        tokens = _merge(tokens, ordered, _draw_sorted(*_noisy(logits, rows, ordered)))
+        if _is_sorted(rows[place].params):
+            ordered.append(place)
+        else:
+            plain.append(place)
+    for those, draw in ((plain, _draw), (ordered, _draw_sorted)):
+        if those:
+            chosen = draw(*_noisy(logits, rows, those))
+            tokens = _merge(tokens, those, chosen)
     return tokens
 
 
@@ -408,8 +424,8 @@ def min_p(scaled: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     least = [row.params.min_p for row in rows]
     if not any(least):
         return scaled
-    # -inf where it is 0
-    floor = mx.max(scaled, axis=-1, keepdims=True) + mx.log(_column(least))
+    highest = mx.max(scaled, axis=-1, keepdims=True)
+    floor = highest + mx.log(_column(least))  # -inf where it is 0
     return mx.where(scaled >= floor, scaled, -mx.inf)
 
 

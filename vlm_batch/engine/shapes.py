@@ -6,11 +6,14 @@ tested to give the same bits (``vlm_batch.proofs``).
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_batch.arrays import round_up
 from vlm_batch.caches import (
@@ -45,22 +48,31 @@ SHORT_STEP = 32
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class JointProof(Protocol):
-    """Proof that place and neighbours change no bit in a call of one shape. Methods raise if memory is too small to
-    measure it."""
+class JointProof:
+    """Proof that place and neighbours change no bit in a call of one shape; here that of shapes that share no call.
 
-    @property
-    def found(self) -> Mapping[str, str]:
-        """Reasons against each shape so far; "" if it is proven."""
+    Methods raise if memory is too small to measure it.
+    """
+
+    #: Whether calls are tried.
+    tries = False
+    #: Reasons against each shape so far; "" if it is proven.
+    found: Mapping[str, str] = MappingProxyType({})
 
     def prompts(self, most: int, length: int) -> int:
         """Return ``most`` if so many whole prompts may share a call, else 1."""
+        return 1
 
     def attends_apart(self, rows: int, length: int) -> bool:
         """Return whether such prompts attend in separate calls."""
+        return False
 
     def pictures(self, most: int, call: Any) -> int:
         """Return ``most`` if so many pictures may share a tower's call, else 1."""
+        return 1
+
+
+NO_PROOF = JointProof()
 
 
 @dataclass(frozen=True)
@@ -85,14 +97,16 @@ class FreeShapes:
         cls, adapter: Adapter, kv: KVQuantisation | None, policy: Policy
     ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
-        can_pad = pads(adapter, fresh)
+        padding = policy.pad_to if pads(adapter, fresh) else 0
+        most_prompts = policy.prefill_together if shares(adapter, fresh) else 1
+        short_rows = policy.short_rows if kv is None else 0
         return cls(
             Placement(policy.placement),
             policy,
-            padding=policy.pad_to if can_pad else 0,
-            most_prompts=policy.prefill_together if shares(adapter, fresh) else 1,
-            fill=_fill(adapter, fresh, policy, can_pad=can_pad),
-            short_rows=policy.short_rows if kv is None else 0,
+            padding=padding,
+            most_prompts=most_prompts,
+            fill=_fill(adapter, fresh, policy),
+            short_rows=short_rows,
         )
 
     def adapter(self, adapter: Adapter) -> Adapter:
@@ -141,24 +155,22 @@ class FreeShapes:
     ) -> tuple[int, int, Call]:
         """Return padded (rows, end, ``Call``) for each row's positions [begin, ends[i]). ``is_scored``: all get logits."""
         rows = padded_count(len(ends), self.padding)
-        return _prefill_call(
-            begin,
-            ends,
-            rows,
-            0 if is_scored else self.padding,
-            Call(is_scored=is_scored),
-        )
+        padding = 0 if is_scored else self.padding
+        call = Call(is_scored=is_scored)
+        return _prefill_call(begin, ends, rows, padding, call)
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         """Return (rows, positions) of one-chunk prompts' arrays, single rows first."""
         widths = _widths(self.policy.max_chunk, context, self.padding)
-        most = self.policy.together_tokens
+        found = [(1, width) for width in widths]
         if not self.padding:
-            return [(1, width) for width in widths]
-        counts = range(1, self.most_prompts + 1)
-        found: list[tuple[int, int]] = []
-        for count in sorted({padded_count(count, self.padding) for count in counts}):
-            widest = most // count if count > 1 else widths[-1]
+            return found
+        counts = {
+            padded_count(count, self.padding)
+            for count in range(2, self.most_prompts + 1)
+        }
+        for count in sorted(counts):
+            widest = self.policy.together_tokens // count
             found += [(count, width) for width in widths if width <= widest]
         return found
 
@@ -192,15 +204,21 @@ class FreeShapes:
         """Return the layout of rows of these lengths; ``now``: the present one. On a CPU, short rows of similar lengths
         share a slab.
         """
-        if self.layout is Placement.SLAB or len(lengths) < 2 or not self.short_rows:
+        if self.layout is Placement.SLAB or not self.short_rows:
             return self.layout
-        most, spread = self.short_rows - SPREAD, SPREAD
+        count = len(lengths)
+        if count < 2:
+            return Placement.ROWS
+        most = self.short_rows - SPREAD
+        spread = SPREAD
         if now is Placement.SLAB:
-            most, spread = self.short_rows, 2 * SPREAD
+            most += SPREAD
+            spread *= 2
         longest = max(lengths)
-        unused = longest * len(lengths) - sum(lengths)
-        are_alike = longest <= most and unused <= spread * len(lengths)
-        return Placement.SLAB if are_alike else Placement.ROWS
+        if longest > most:
+            return Placement.ROWS
+        unused = longest * count - sum(lengths)
+        return Placement.SLAB if unused <= spread * count else Placement.ROWS
 
     def layers(
         self,
@@ -219,10 +237,10 @@ class FreeShapes:
         return Call()
 
     def counts_of(
-        self, drafts: Sequence[int | None], placement: Placement
+        self, positions: Sequence[int], placement: Placement
     ) -> list[int] | None:
-        """Return each place's positions for these draft lengths (None: no row), or None."""
-        return [1 + (count or 0) for count in drafts]
+        """Return each place's positions for those that its row needs (0: no row); None if there is no such call."""
+        return [max(1, count) for count in positions]
 
     def has_room(self, longest: int, count: int) -> bool:
         """Return whether ``count`` positions fit into the next token's columns."""
@@ -231,10 +249,11 @@ class FreeShapes:
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         """Return (rows, columns) of decode steps, fewest columns first."""
         counts = [1 << power for power in range(rows.bit_length())]
-        widths = range(
-            slab.CAPACITY_STEP, max(longest, slab.CAPACITY_STEP) + 1, slab.CAPACITY_STEP
-        )
-        return [(count, columns) for columns in widths for count in counts]
+        step = slab.CAPACITY_STEP
+        found: list[tuple[int, int]] = []
+        for columns in range(step, max(longest, step) + 1, step):
+            found += [(count, columns) for count in counts]
+        return found
 
 
 @dataclass(frozen=True)
@@ -255,7 +274,7 @@ class FixedShapes:
     call_tokens: int = 0
     call_patches: int = 0
     #: Proof of shared calls; without it each prompt and picture is alone.
-    joint: JointProof | None = field(default=None, compare=False)
+    joint: JointProof = field(default=NO_PROOF, compare=False)
     #: Compiled steps were tested to give equal bits.
     can_graph: bool = field(default=False, compare=False)
     #: Kinds of products with numbers of rows of their own, and those.
@@ -274,7 +293,7 @@ class FixedShapes:
         said += [self.layout.value, f"grid {self.grid}"]
         if self.pad_to:
             said.append(f"padded to {self.pad_to}")
-        if self.joint is not None:
+        if self.joint.tries:
             tokens, patches = self.call_tokens, self.call_patches
             said.append(f"in calls of {tokens} tokens, {patches} patches")
         return {"reproducible": "; ".join(said)}
@@ -283,11 +302,12 @@ class FixedShapes:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
     def limited(self, policy: Policy) -> Policy:
-        if self.joint is None or not self.call_tokens:
-            policy = replace(policy, prefill_together=1)
-        if self.joint is None or not self.call_patches:
-            policy = replace(policy, encode_together=1)
-        return replace(policy, slack=0, pad_to=self.pad_to)
+        changed: dict[str, Any] = {"slack": 0, "pad_to": self.pad_to}
+        if not (self.joint.tries and self.call_tokens):
+            changed["prefill_together"] = 1
+        if not (self.joint.tries and self.call_patches):
+            changed["encode_together"] = 1
+        return replace(policy, **changed)
 
     def key(self, key: PromptKey) -> PromptKey:
         """Return a prompt's key in which equal positions have equal bits.
@@ -301,8 +321,10 @@ class FixedShapes:
         beside = [rows] if rows > 1 else []
         positions = key.positions.copy()
         for start, end in chunks:
-            positions[start:end, 1:] ^= as_words(digest(["chunk", start, end, *beside]))
-        answer = as_words(digest(["decoded", [int(word) for word in key.answer]]))
+            name = as_words(digest(["chunk", start, end, *beside]))
+            positions[start:end, 1:] ^= name
+        decoded = list(map(int, key.answer))
+        answer = as_words(digest(["decoded", decoded]))
         return replace(
             key, positions=positions, spans=(*key.spans, *chunks), answer=answer
         )
@@ -315,9 +337,7 @@ class FixedShapes:
     def pictures(self, call: Any) -> int:
         """Return the pictures, idle ones included, of a tower's call."""
         most = filling(call.tower.count_patches(call, 0), self.call_patches)
-        if self.joint is None or most < 2:
-            return 1
-        return self.joint.pictures(most, call)
+        return self.joint.pictures(most, call) if most > 1 else 1
 
     # Prompts
 
@@ -342,10 +362,11 @@ class FixedShapes:
 
     def prompts(self, length: int, atomic: Spans = ()) -> int:
         """Return the rows of a whole prompt's array; 1 with several chunks or no padding."""
-        return self._prompts(length) if self.ends(length, atomic) == (length,) else 1
+        is_one_chunk = self.ends(length, atomic) == (length,)
+        return self._prompts(length) if is_one_chunk else 1
 
     def _prompts(self, length: int) -> int:
-        if self.joint is None or not self.pad_to:
+        if not self.pad_to:
             return 1
         width = self.positions(length)
         most = filling(width, self.call_tokens)
@@ -354,11 +375,12 @@ class FixedShapes:
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         # by positions, and how many arrays of these are full
         found: dict[tuple[int, int], list[int]] = {}
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for place, length in enumerate(lengths):
             width = self.positions(length)
-            before = sizes[width] = sizes.get(width, -1) + 1
-            found.setdefault((width, before // self._prompts(length)), []).append(place)
+            num_full = sizes[width] // self._prompts(length)
+            sizes[width] += 1
+            found.setdefault((width, num_full), []).append(place)
         return list(found.values())
 
     def positions(self, count: int) -> int:
@@ -376,7 +398,7 @@ class FixedShapes:
         if is_scored:
             return _prefill_call(begin, ends, 1, 0, call)
         rows = self._prompts(ends[0]) if is_whole else 1
-        if rows > 1 and self.joint is not None:
+        if rows > 1:
             width = self.positions(ends[0] - begin)
             is_apart = self.joint.attends_apart(rows, width)
             call = replace(call, attends_apart=is_apart)
@@ -399,7 +421,9 @@ class FixedShapes:
         return self.places(min(rows, self.counts[-1]), rows)
 
     def places(self, rows: int, most: int) -> int:
-        return next(count for count in self.counts if count >= rows) if rows else 0
+        if not rows:
+            return 0
+        return next(count for count in self.counts if count >= rows)
 
     def least_columns(self, tokens: int) -> int:
         if self.layout is Placement.ROWS or not self.widths:
@@ -434,36 +458,36 @@ class FixedShapes:
         return Call(is_fixed=True)
 
     def counts_of(
-        self, drafts: Sequence[int | None], placement: Placement
+        self, positions: Sequence[int], placement: Placement
     ) -> list[int] | None:
         """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
-            longest = max(count or 0 for count in drafts)
-            counts = [1 + longest] * len(drafts)
-            return counts if sum(counts) in self.counts else None
-        counts = [0 if count is None else 1 + count for count in drafts]
-        total = _least(self.counts, sum(counts))
+            total = max(1, *positions) * len(positions)
+            if total not in self.counts:
+                return None
+            return [max(1, *positions)] * len(positions)
+        total = _least(self.counts, sum(positions))
         if not total:
             return None
         # an idle place takes what is left over
-        filler = drafts.index(None) if None in drafts else -1
-        counts[filler] += total - sum(counts)
+        filler = positions.index(0) if 0 in positions else -1
+        counts = list(positions)
+        counts[filler] += total - sum(positions)
         return counts
 
     def has_room(self, longest: int, count: int) -> bool:
-        return self.layout is Placement.ROWS or self.columns(longest) == self.columns(
-            longest + count - 1
-        )
+        if self.layout is Placement.ROWS:
+            return True
+        return self.columns(longest) == self.columns(longest + count - 1)
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         most = self.group_size(rows)
+        counts = [count for count in self.counts if count <= most]
         widths = map(self.columns, range(1, longest + 1, slab.CAPACITY_STEP))
-        return [
-            (count, columns)
-            for columns in sorted(set(widths))
-            for count in self.counts
-            if count <= most
-        ]
+        found: list[tuple[int, int]] = []
+        for columns in sorted(set(widths)):
+            found += [(count, columns) for count in counts]
+        return found
 
 
 Shapes: TypeAlias = FreeShapes | FixedShapes
@@ -471,7 +495,8 @@ Shapes: TypeAlias = FreeShapes | FixedShapes
 
 def _least(numbers: Sequence[int], wanted: int, default: int = 0) -> int:
     """Return the first of ascending numbers that is enough."""
-    return next((number for number in numbers if number >= wanted), default)
+    at = bisect_left(numbers, wanted)
+    return numbers[at] if at < len(numbers) else default
 
 
 def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[LayerCache]:
@@ -479,14 +504,15 @@ def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[Laye
     return [kind_of(single).batched(layout, places) for single in caches]
 
 
-def _fill(
-    adapter: Adapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
-) -> int:
+def _fill(adapter: Adapter, fresh: Sequence[Any], policy: Policy) -> int:
     """Return the padding positions that saving a forward is worth."""
-    can_mask = adapter.is_causal and adapter.scores_chunks and can_fill(fresh)
-    if policy.placement == "rows" and can_mask:
+    can_pad = pads(adapter, fresh)
+    can_mask = _hides_what_follows(adapter) and can_fill(fresh)
+    if can_mask and policy.placement == "rows":
         return FEW_POSITIONS if can_pad else MORE_POSITIONS
-    return policy.smallest_chunk // 2 if can_pad and policy.pad_to else 0
+    if not can_pad or not policy.pad_to:
+        return 0
+    return policy.smallest_chunk // 2
 
 
 def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:
@@ -496,7 +522,12 @@ def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:
 
 def pads(adapter: Adapter, fresh: Sequence[Any]) -> bool:
     """Return whether padding may follow a chunk."""
-    return adapter.is_causal and adapter.scores_chunks and can_trim(fresh)
+    return _hides_what_follows(adapter) and can_trim(fresh)
+
+
+def _hides_what_follows(adapter: Adapter) -> bool:
+    """Return whether no position sees later ones, and chunks tell the logits of all of theirs."""
+    return adapter.is_causal and adapter.scores_chunks
 
 
 def filling(size: int, room: int) -> int:
@@ -511,10 +542,16 @@ def chunk_end(
 
     It ends before a span that it would cut, or after one at its beginning.
     """
-    end = min([length, done + room, *(stop for stop in stops if stop > done)])
+    end = min(length, done + room)
+    for stop in stops:
+        if done < stop < end:
+            end = stop
     for start, stop in atomic:
-        if start < end < stop:
-            return start if start > done else min(stop, length)
+        is_cut = start < end < stop
+        if is_cut and start > done:
+            return start
+        if is_cut:
+            return min(stop, length)
     return end
 
 
@@ -545,7 +582,9 @@ def together(
 
     def has_room(count: int, width: int) -> bool:
         places = padded_count(count, pad_to)
-        return places <= most and (most_tokens is None or places * width <= most_tokens)
+        if places > most:
+            return False
+        return most_tokens is None or places * width <= most_tokens
 
     groups: list[_Group] = []
     latest: dict[int, _Group] = {}  # by width
@@ -553,7 +592,8 @@ def together(
         width = padded_length(length, pad_to)
         group = latest.get(width)
         if group is None or not has_room(len(group.places) + 1, width):
-            latest[width] = group = _Group(width)
+            group = _Group(width)
+            latest[width] = group
             groups.append(group)
         group.places.append(place)
     if fill and len(groups) > 1:
@@ -580,9 +620,8 @@ def _join_shorter(
     fill: int,
 ) -> None:
     """Let groups join the next longer one, where that takes under ``fill`` positions more."""
-    by_width = sorted(groups, key=lambda group: -group.width)
-    longer = by_width[0]
-    for group in by_width[1:]:
+    longer, *shorter = sorted(groups, key=lambda group: -group.width)
+    for group in shorter:
         count = len(group.places)
         apart = longer.positions(pad_to) + group.positions(pad_to)
         more = longer.positions(pad_to, count) - apart
@@ -599,14 +638,18 @@ def _prefill_call(
     end = begin + padded_length(max(ends) - begin, pad_to)
     filled = (*ends, *[ends[-1]] * (rows - len(ends)))
     is_padded = min(filled) < end
-    if is_padded or (call.is_fixed and rows > 1):
+    is_filled = call.is_fixed and rows > 1
+    if is_padded or is_filled:
         call = replace(call, ends=filled)
     return rows, end, call
 
 
 def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
     """Return the padded lengths of one-chunk prompts; without padding, the longest."""
-    most = longest if context is None else min(longest, context - 1)
+    most = longest
+    if context is not None:
+        most = min(longest, context - 1)
     if not pad_to:
         return [most]
-    return sorted({padded_length(length, pad_to) for length in range(1, most + 1)})
+    padded = {padded_length(length, pad_to) for length in range(1, most + 1)}
+    return sorted(padded)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from vlm_batch.engine.choosing import Flight
-from vlm_batch.engine.constraints import Guide
-from vlm_batch.engine.drafts import Drafts
+from vlm_batch.engine.constraints import Guide, Untold
+from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Ending, Row, Stage
@@ -65,7 +65,7 @@ class Telling:
         retry: Retry,
         reuse: Reuse,
         text: AnswerText,
-        drafts: Drafts | None,
+        drafts: NoDrafts,
     ) -> None:
         self._rows = rows
         self._retry = retry
@@ -78,36 +78,47 @@ class Telling:
         """Wait for a step's work in launch order; hand out its tokens."""
         self._reuse.store_ended()
         parts: list[Part] = []
-        for flight in [*launched, None]:
-            if isinstance(flight, Part):
-                parts.append(flight)
+        for one in launched:
+            if isinstance(one, Part):
+                parts.append(one)
                 continue
-            if parts:
-                self._wait_for(parts)
-                parts = []
-            if flight is None or not any(flight.waiting()):
-                continue
-            found = attempt(flight.rows, flight.sampled.read, is_shared=True)
-            if isinstance(found, Failed):
-                lost = dict.fromkeys(row for _, row in flight.waiting())
-                self._retry.settle(replace(found, rows=list(lost)))
-            else:
-                self._take(flight, *found)
-        if self._drafts is not None and launched:
+            self._wait_for(parts)
+            parts = []
+            self._read_tokens(one)
+        self._wait_for(parts)
+        if launched:
             self._drafts.was_read()
 
+    def _read_tokens(self, flight: Flight) -> None:
+        """Wait for tokens, and hand them out."""
+        if not any(flight.waiting()):
+            return
+        found = attempt(flight.rows, flight.sampled.read, is_shared=True)
+        if isinstance(found, Failed):
+            lost = dict.fromkeys(row for _, row in flight.waiting())
+            self._retry.settle(replace(found, rows=list(lost)))
+            return
+        self._take(flight, *found)
+
     def _wait_for(self, parts: Sequence[Part]) -> None:
-        """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
+        """Wait for parts; end rows of which nothing else is asked."""
         live = [part for part in parts if not part.rows[0].has_ended]
-        arrays = [part.arrays for part in live]
-        if live and attempt([], mx.eval, arrays) is not None:
-            for part in live:
-                self._retry.attempt(part.rows[0], mx.eval, part.arrays)
+        self._evaluate(live)
         for part in live:
             self._end_if_read(part.rows[0])
         for part in parts:
             # the next chunk is written into what they are cut out of, if nobody holds them
             part.arrays.clear()
+
+    def _evaluate(self, parts: Sequence[Part]) -> None:
+        """Wait for parts in one call, since each call costs on a GPU; if that raises, for each alone."""
+        if not parts:
+            return
+        failed = attempt([], mx.eval, [part.arrays for part in parts])
+        if failed is None:
+            return
+        for part in parts:
+            self._retry.attempt(part.rows[0], mx.eval, part.arrays)
 
     def _end_if_read(self, row: Row) -> None:
         """End a row that asks for no token and is prefilled."""
@@ -118,8 +129,7 @@ class Telling:
     def _end_held(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
         scores = row.answer.prompt_scores
-        told = () if scores is None else scores.read()
-        if any(one is not None and math.isnan(one.logprob) for one in told):
+        if scores is not None and scores.has_nan():
             raise FloatingPointError(
                 "the prompt's logits are not finite (NaN or infinity): the model overflows on it"
             )
@@ -137,24 +147,32 @@ class Telling:
         for index, row in flight.waiting():
             if row is drafted:  # it has its tokens
                 continue
-            answer = row.answer
-            if answer.drafter.ahead:
+            if row.answer.drafter.ahead:
                 self._take_drafted(row, flight, index, tokens, highest, logprobs)
                 drafted = row
                 continue
             if not math.isfinite(highest[index]):
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
-            if row.reuse.pending is not None:
-                self._store_prompt(row)
+            self._store_prompt(row)
             if flight.is_repeated:
-                if answer.ending is not None and answer.known_token is None:
-                    # recomputed to its end
-                    self._retry.attempt(row, self._rows.finish, row, answer.ending)
-            elif answer.guide is None:
-                self._tell(row, tokens[index], logprobs.get(index))
-            elif self._retry.attempt(row, answer.guide.feed, tokens[index]):
-                self._wait(row, tokens[index], logprobs.get(index))
+                self._end_repeated(row)
+            else:
+                self._take_one(row, tokens[index], logprobs.get(index))
+
+    def _take_one(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a new token to a row without drafts, once its form has taken it."""
+        guide = row.answer.guide
+        if guide is None:
+            self._tell(row, token, logprobs)
+        elif self._retry.attempt(row, guide.feed, token):
+            guide.untold = Untold(token, logprobs)
+
+    def _end_repeated(self, row: Row) -> None:
+        """End a row that is recomputed to its end."""
+        answer = row.answer
+        if answer.ending is not None and answer.known_token is None:
+            self._retry.attempt(row, self._rows.finish, row, answer.ending)
 
     def _take_drafted(
         self,
@@ -180,7 +198,7 @@ class Telling:
                 if end is not None:
                     break
                 if not self.patience.is_ready(answer.guide):
-                    self._wait(row, tokens[place], logprobs.get(place))
+                    answer.guide.untold = Untold(tokens[place], logprobs.get(place))
                     break
             told = attempt(
                 [row], row.take, tokens[place], logprobs.get(place), self._text.decode
@@ -202,13 +220,11 @@ class Telling:
 
     def _store_prompt(self, row: Row) -> None:
         """Store a prompt's state once its first token is finite."""
-        if row.reuse.pending is not None:
-            self._reuse.store(row.reuse.pending)
-            row.reuse.pending = None
-
-    def _wait(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Keep a token until its row's form has taken it."""
-        row.answer.untold = token, logprobs
+        pending = row.reuse.pending
+        if pending is None:
+            return
+        self._reuse.store(pending)
+        row.reuse.pending = None
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         told = attempt([row], row.take, token, logprobs, self._text.decode)
@@ -239,11 +255,11 @@ class Telling:
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
         for row in self._rows.untold():
-            untold, guide = row.answer.untold, row.answer.guide
-            assert untold is not None and guide is not None
+            guide = row.answer.guide
+            assert guide is not None and guide.untold is not None
             if self.patience.is_ready(guide):
-                row.answer.untold = None
-                self._tell(row, *untold)
+                told, guide.untold = guide.untold, None
+                self._tell(row, *told)
 
 
 def _no_token(row: Row, highest: float) -> Exception:

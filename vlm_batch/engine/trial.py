@@ -14,6 +14,7 @@ import numpy as np
 from vlm_batch.caches import LayerCache, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.states import CopiedState
+from vlm_batch.engine.batch import put_row
 from vlm_batch.engine.shapes import Shapes
 from vlm_batch.records import DecodeStep, Encoded
 
@@ -127,7 +128,6 @@ class Trial:
         for layer in layers:
             layer.resize(places)
         for place, row in enumerate(rows):
-            for layer, single in zip(layers, row.restored(), strict=True):
-                layer.put(place, single)
+            put_row(layers, place, row.restored())
         mx.eval([layer.arrays() for layer in layers])
         return layers

@@ -16,7 +16,7 @@ from vlm_batch.adapters.modules import RememberingGridTower
 from vlm_batch.adapters.products import products_of
 from vlm_batch.arrays import arrays_of
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.engine.shapes import FixedShapes, pads, shares
+from vlm_batch.engine.shapes import FixedShapes, JointProof, pads, shares
 from vlm_batch.engine.trial import Trial
 from vlm_batch.errors import is_out_of_memory
 from vlm_batch.proofs.bits import by_turns, is_still, moving_product, prefill_is_still
@@ -44,12 +44,14 @@ class SharedCall:
         return cls(count, kept["is_apart"], str(kept["against"]))
 
 
-class SharedCallProofs:
+class SharedCallProofs(JointProof):
     """Proves that no result's bits depend on place or neighbours in calls of one shape (``JointProof``).
 
     It tries each kind of product with made-up weights, then the model's prefill or tower with two alternating inputs.
     Too little memory decides nothing: the request waits.
     """
+
+    tries = True
 
     def __init__(self, adapter: Adapter, kv: KVQuantisation | None) -> None:
         self._language = adapter.language
@@ -80,7 +82,7 @@ class SharedCallProofs:
         ).count
 
     @property
-    def found(self) -> dict[str, str]:
+    def found(self) -> dict[str, str]:  # type: ignore[override]
         """As in ``JointProof``."""
         return {
             " ".join(map(str, (*what[:2], what[-1]))): known.against

@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import partial
 
 from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import ByteBudget
@@ -50,13 +49,35 @@ def match(row: SavedRow, key: PromptKey) -> Match:
     return Match(row, length, common)
 
 
-class PrefixCache:
+class NoPrefixCache:
+    """Of an engine that keeps no row for later ones."""
+
+    keeps = False  # whether rows are kept
+    version = 0  # grows with every change of the rows
+    rows: tuple[SavedRow, ...] = ()
+
+    def __init__(self) -> None:
+        self.budget = ByteBudget(0)
+
+    def find(self, key: PromptKey, least: int = 0) -> Match | None:
+        """Return the longest match, if a row of either tier shares ``least`` positions."""
+        return None
+
+    def store(self, row: SavedRow) -> None:
+        """Keep a row, merged with its prefixes or continuation; ignore failures."""
+
+    def close(self) -> None:
+        """Move all rows to the second tier."""
+
+
+class PrefixCache(NoPrefixCache):
     """Saved rows by prefix; evicted rows go to the second tier, if any."""
+
+    keeps = True
 
     def __init__(self, budget: ByteBudget, second: RowFiles | None = None) -> None:
         self.budget = budget
         self.second = second
-        self.version = 0  # grows with every change of the rows
         self._rows: dict[int, SavedRow] = {}
         self._index: PrefixIndex[int] = PrefixIndex()
         self._numbers = itertools.count()
@@ -65,16 +86,16 @@ class PrefixCache:
         return len(self._rows)
 
     @property
-    def rows(self) -> tuple[SavedRow, ...]:
+    def rows(self) -> tuple[SavedRow, ...]:  # type: ignore[override]
         return tuple(self._rows.values())
 
     def find(self, key: PromptKey, least: int = 0) -> Match | None:
-        """Return the longest match, if a row of either tier shares ``least`` positions."""
-        if self.second is not None:
-            self._read_longer(key)
+        self._read_longer(key)
         matches = self._matches(key)
-        common = max((found.common for found in matches.values()), default=0)
-        if not matches or common < least:
+        if not matches:
+            return None
+        common = max(found.common for found in matches.values())
+        if common < least:
             return None
         best = max(matches, key=lambda number: matches[number].length)
         if matches[best].length:
@@ -92,18 +113,23 @@ class PrefixCache:
         return matches
 
     def _read_longer(self, key: PromptKey) -> None:
-        """Take a row from the second tier that shares more than any here."""
+        """Take a row from the second tier, if any, that shares more than any here."""
+        if self.second is None:
+            return
         keys, longest = key.positions, 0
         for number, _ in self._index.candidates(keys):
             longest = max(longest, common_length(self._rows[number].keys, keys))
         if longest == key.length:
             return
-        row = self._second_find(keys, longest)
+        try:
+            row = self.second.find(keys, longest)
+        except Exception as error:
+            _log.warning("no row could be read for a request: %r", error)
+            return
         if row is not None:
             self.store(row)
 
     def store(self, row: SavedRow) -> None:
-        """Keep a row, merged with its prefixes or continuation; ignore failures."""
         number = next(self._numbers)
         try:
             for other, _ in list(self._index.candidates(row.keys)):
@@ -111,21 +137,24 @@ class PrefixCache:
                 if merged is not None:
                     row = merged
                     self._forget(other)
-            names = [(id(self), beginning) for beginning in prefix_hashes(row.keys)]
-            if self.budget.add(
-                (id(self), number), row.footprint, lambda: self._evict(number), names
-            ):
-                self._rows[number] = row
-                self._index.add(number, row.keys)
-                self.version += 1
-            else:
-                self._pass_on(row)
+            self._add(number, row)
         except Exception as error:
             self._forget(number)
             _log.warning("a row could not be kept for later requests: %r", error)
 
+    def _add(self, number: int, row: SavedRow) -> None:
+        """Keep a row, or pass it on if the whole budget is too small for it."""
+        name = (id(self), number)
+        names = [(id(self), beginning) for beginning in prefix_hashes(row.keys)]
+        drop = partial(self._evict, number)
+        if not self.budget.add(name, row.footprint, drop, names):
+            self._pass_on(row)
+            return
+        self._rows[number] = row
+        self._index.add(number, row.keys)
+        self.version += 1
+
     def close(self) -> None:
-        """Move all rows to the second tier."""
         for row in self.rows:
             self._pass_on(row)
         self.clear()
@@ -141,23 +170,19 @@ class PrefixCache:
 
     def _forget(self, number: int) -> None:
         self.budget.remove((id(self), number))
-        if (row := self._rows.pop(number, None)) is not None:
-            self._index.remove(number, row.keys)
-            self.version += 1
+        row = self._rows.pop(number, None)
+        if row is None:
+            return
+        self._index.remove(number, row.keys)
+        self.version += 1
 
     def _pass_on(self, row: SavedRow) -> None:
+        if self.second is None:
+            return
         try:
-            if self.second is not None:
-                self.second.put(row)
+            self.second.put(row)
         except Exception as error:
             _log.warning("a row could not be written for later requests: %r", error)
-
-    def _second_find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
-        try:
-            return None if self.second is None else self.second.find(keys, beyond)
-        except Exception as error:
-            _log.warning("no row could be read for a request: %r", error)
-            return None
 
 
 def _merged(kept: SavedRow, new: SavedRow) -> SavedRow | None:
