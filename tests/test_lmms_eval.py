@@ -72,7 +72,9 @@ def tasks(tmp_path: Path, answers: list[str]) -> Any:
     data = tmp_path / "made.jsonl"
     with data.open("w", encoding="utf-8") as file:
         for path, answer in zip(PICTURES, answers, strict=True):
-            choices = [answer, *(one for one in CHOICES if one != answer)]
+            # one that begins the answer would score no less
+            others = [one for one in CHOICES if not answer.startswith(one)]
+            choices = [answer, *others]
             line = {"path": path, "answer": answer, "choices": choices, "gold": 0}
             file.write(json.dumps(line) + "\n")
     (tmp_path / "made.py").write_text(FUNCTIONS, encoding="utf-8")

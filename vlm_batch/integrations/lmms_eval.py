@@ -75,6 +75,20 @@ class _Media:
         return {"images": self.images, "videos": self.videos, "audios": self.audios}
 
 
+class Loss(GenerationResult, tuple):  # type: ignore[misc,type-arg]
+    """An option's loss, and whether it is the greedy one.
+
+    lmms-eval 0.7.3 hands on a result's ``text`` as it is; of a plain pair it makes a string, of which no task of choices can
+    read the loss (``unwrap_generation_output``).
+    """
+
+    def __new__(cls, loss: float, is_greedy: bool) -> Loss:
+        return tuple.__new__(cls, (loss, is_greedy))
+
+    def __init__(self, loss: float, is_greedy: bool) -> None:
+        super().__init__(text=(loss, is_greedy))
+
+
 class VLMBatch(lmms):
     """A model of lmms-eval that a ``VLMBatcher`` answers.
 
@@ -172,7 +186,7 @@ class VLMBatch(lmms):
 
     # Options
 
-    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[Loss]:
         """Return each continuation's loss, and whether it is the greedy one.
 
         The loss is the negative log-probability, since lmms-eval takes the choice with the least. Infinity for one that
@@ -190,12 +204,12 @@ class VLMBatch(lmms):
         results = self._answered(
             self._scored([requests[at] for at in line]) for line in questions
         )
-        found: list[tuple[float, bool]] = [(math.inf, False)] * len(requests)
+        found = [Loss(math.inf, False)] * len(requests)
         for line, result in zip(questions, results, strict=True):
             for place, score in zip(line, result.options, strict=False):
                 if score.error is not None:
                     logger.error("an option could not be scored: %s", score.error)
-                found[place] = -score.logprob, score.is_greedy
+                found[place] = Loss(-score.logprob, score.is_greedy)
         return found
 
     def _scored(self, of_one: Sequence[Instance]) -> Request:
