@@ -81,8 +81,8 @@ class Runner:
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            is_chosen_apart = answer.drafter.ahead or answer.waits_for_token
-            if is_chosen_apart or row.request_id in yielding:
+            is_held = answer.guide is not None and answer.waits_for_token
+            if is_held or answer.drafter.ahead or row.request_id in yielding:
                 alone.add(row)
         if not alone:
             return [Part(rows, logits)]
