@@ -41,8 +41,16 @@ from vlm_batch.jobs.publishers import PLAIN_PROMPTS  # noqa: E402
 WIDE, HIGH = 1000, 1400
 MARGIN, LINE = 90, 26
 KINDS = ("letter", "table", "columns")
-#: Shapes of the family whose processor is at hand, but for one with fewer tokens than the tokenizer.
-READ_SHAPES = ("small", "wide", "3b")
+#: Shapes whose vocabularies hold the tokenizer's, with pictures at their own size or at the family's one.
+READ_SHAPES = (
+    "small",
+    "wide",
+    "gemma3-small",
+    "llava-small",
+    "3b",
+    "gemma3-4b",
+    "llava-1b",
+)
 #: A page's pixels, unscaled.
 MAX_PIXELS = 2 * WIDE * HIGH
 PROMPT = PLAIN_PROMPTS["markdown"]
@@ -65,16 +73,22 @@ class Run:
     """One way through one round's pages.
 
     Attributes:
+        pages: of this run.
         seconds: from the first page's question to the last page's answer.
         tokens: of all answers.
         peak_bytes: the most that MLX held.
         parts: seconds by part of the work; what is left is waiting and what lies between.
     """
 
+    pages: int
     seconds: float
     tokens: int
     peak_bytes: int
     parts: dict[str, float]
+
+    @property
+    def seconds_a_page(self) -> float:
+        return self.seconds / self.pages
 
 
 # Pages
@@ -206,10 +220,26 @@ class Silent:
         pass
 
 
-def _formatted(model: Any, processor: Any) -> str:
-    from mlx_vlm.prompt_utils import apply_chat_template
+def _asked(processor: Any) -> str:
+    """Return the prompt for mlx-vlm, whose loader hands the processor's settings to what makes pictures arrays."""
+    part = processor.image_processor
+    if not isinstance(part, WithoutPadding):
+        kinds = (WithoutPadding, type(part))
+        part.__class__ = type(type(part).__name__, kinds, {})
+    question = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+    messages = [{"role": "user", "content": question}]
+    return str(
+        processor.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+    )
 
-    return str(apply_chat_template(processor, model.config, PROMPT, num_images=1))
+
+class WithoutPadding:
+    """Leaves out a text's ``padding``, which transformers' CLIP refuses and mlx-vlm's LLaVA passes on."""
+
+    def __call__(self, *images: Any, padding: Any = None, **how: Any) -> Any:
+        return super().__call__(*images, **how)  # type: ignore[misc]
 
 
 def page_by_page(
@@ -217,7 +247,7 @@ def page_by_page(
 ) -> Callable[[Sequence[Page]], dict[str, float]]:
     from mlx_vlm.generate import dispatch
 
-    prompt = _formatted(model, processor)
+    prompt = _asked(processor)
     encode = model.get_input_embeddings
     encoding = [0.0]
 
@@ -266,7 +296,7 @@ def groups_of_eight(
     from mlx_vlm.generate import BatchGenerator
     from mlx_vlm.utils import prepare_inputs
 
-    prompt = _formatted(model, processor)
+    prompt = _asked(processor)
     processor.tokenizer.stopping_criteria = NoEnd()
 
     def prepared(page: Page) -> tuple[list[int], dict[str, Any]]:
@@ -335,31 +365,30 @@ def run_way(way: str, args: argparse.Namespace) -> Run:
     parts = read(pages)
     seconds = time.perf_counter() - begin
     tokens = sum(page.tokens for page in pages)
-    return Run(seconds, tokens, mx.get_peak_memory(), parts)
+    return Run(args.pages, seconds, tokens, mx.get_peak_memory(), parts)
 
 
 # The table
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def say(way: str, runs: Sequence[Run], pages: int) -> None:
-    seconds = statistics.median(run.seconds for run in runs)
+def say(way: str, runs: Sequence[Run]) -> None:
+    each = statistics.median(run.seconds_a_page for run in runs)
     peak = max(run.peak_bytes for run in runs) / 1e9
     shares = {
         part: statistics.median(run.parts[part] / run.seconds for run in runs)
         for part in runs[0].parts
     }
     said = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
-    rate = 3600 * pages / seconds
     print(
-        f"{way:16} {seconds:7.1f} s, {rate:6.0f} pages an hour, peak {peak:.2f} GB; {said}"
+        f"{way:16} {each:7.2f} s a page, {3600 / each:6.0f} pages an hour, peak {peak:.2f} GB; {said}"
     )
 
 
 def ratios(runs: dict[str, list[Run]], other: str) -> list[float]:
-    """Return ours over the other's seconds, sorted."""
+    """Return ours over the other's seconds a page, sorted."""
     pairs = zip(runs["ours"], runs[other], strict=True)
-    return sorted(mine.seconds / theirs.seconds for mine, theirs in pairs)
+    return sorted(mine.seconds_a_page / theirs.seconds_a_page for mine, theirs in pairs)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -368,6 +397,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=READ_SHAPES, default="small")
     parser.add_argument("--pages", type=int, default=12, help="of a round")
+    parser.add_argument(
+        "--alone",
+        type=int,
+        default=None,
+        help="of a round's pages, so many page by page, as long as all on average",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--tokens",
@@ -392,7 +427,10 @@ def _run_apart(way: str, number: int, args: argparse.Namespace) -> Run:
     command = [sys.executable, "-m", "benchmarks.documents", "--way", way]
     command += ["--round", str(number), "--shape", args.shape]
     command += ["--max-pixels", str(args.max_pixels)]
-    command += ["--pages", str(args.pages), "--tokens", *map(str, args.tokens)]
+    pages = args.pages
+    if way == "page by page" and args.alone is not None:
+        pages = args.alone
+    command += ["--pages", str(pages), "--tokens", *map(str, args.tokens)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -410,7 +448,7 @@ def main() -> None:
                 f"round {number + 1}, {way}: {runs[way][-1].seconds:.1f} s", flush=True
             )
     for way, each in runs.items():
-        say(way, each, args.pages)
+        say(way, each)
     found = {other: ratios(runs, other) for other in WAYS if other != "ours"}
     for other, shares in found.items():
         middle = statistics.median(shares)

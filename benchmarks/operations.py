@@ -2,7 +2,9 @@
 
     python -m benchmarks.operations [--shapes small gemma3-small ...]
 
-MLX traces each call. A product's floor is its flops over the measured rate of matrix products. That of exponentials (softmax,
+MLX traces each call. A product's floor is its flops over the measured rate of matrix products, or the bytes of its second
+operand (of experts, those that are asked) over the rate at which memory is read, where that takes longer. That of
+exponentials (softmax,
 sigmoid, erf, sines, powers and others alike) is their numbers over the rate of numpy's or MLX's exp, whichever is faster.
 That of everything else (sums, norms, rotations, masks, copies, gathers) is its numbers over the rate of an addition. Views are
 free.
@@ -14,10 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,10 +33,16 @@ import numpy as np  # noqa: E402
 from benchmarks.compare.shapes import SHAPES, Shape, build  # noqa: E402
 from benchmarks.limits import picture_inputs  # noqa: E402
 from vlm_batch import SamplingParams  # noqa: E402
+from vlm_batch.adapters import experts  # noqa: E402
 from vlm_batch.adapters.hooks import running  # noqa: E402
+from vlm_batch.caches import Placement  # noqa: E402
+from vlm_batch.engine.batch import DecodeBatch  # noqa: E402
+from vlm_batch.engine.row import Prompt, new_row  # noqa: E402
 from vlm_batch.engine.sampling import SamplingRow, sample  # noqa: E402
+from vlm_batch.engine.shapes import FreeShapes  # noqa: E402
 from vlm_batch.loading import adapt  # noqa: E402
-from vlm_batch.records import Call  # noqa: E402
+from vlm_batch.policy import Policy  # noqa: E402
+from vlm_batch.records import Call, DecodeStep  # noqa: E402
 
 PRODUCTS = frozenset(
     ["Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "Convolution"]
@@ -76,14 +84,19 @@ VIEWS = frozenset(
         "View",
     ]
 )
+#: Rows of a step, and positions in the caches of each.
+STEP_ROWS, CONTEXT = 8, 500
+#: A traced array: shape and dtype.
+Traced = tuple[tuple[int, ...], Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of a flop, an exponential, and a number of anything else."""
+    """Seconds of a flop, a byte read, an exponential, and a number of anything else."""
 
     flop: float
+    byte: float
     exponential: float
     other: float
 
@@ -95,40 +108,90 @@ class Rates:
         exponential = min(
             seconds(lambda: mx.exp(a)), seconds(lambda: np.exp(own, out=out) is None)
         )
+        large, vector = mx.random.normal((16384, 4096)), mx.random.normal((1, 4096))
+        mx.eval(large, vector)
+        reads = (
+            lambda: vector @ large.T,
+            lambda: large.sum(axis=-1),
+            lambda: large.max(),
+        )
         return cls(
             seconds(lambda: a @ b) / (2 * 1024**3),
+            min(seconds(read) for read in reads) / large.nbytes,
             exponential / a.size,
             seconds(lambda: a + b) / a.size,
         )
 
+    def products(self, counts: Sequence[tuple[int, int]]) -> float:
+        """Seconds of products (flops, bytes)."""
+        return sum(max(flops * self.flop, read * self.byte) for flops, read in counts)
 
-def counted(call: Callable[[mx.array], Any], array: mx.array) -> Counter[str]:
-    """Count flops, exponentials and other numbers of a call of one array."""
-    found: Counter[str] = Counter()
+
+@dataclass
+class Counts:
+    """What a call computes: (flops, bytes of the second operand) of each product, exponentials, and other numbers."""
+
+    products: list[tuple[int, int]] = field(default_factory=list)
+    exponentials: int = 0
+    others: int = 0
+
+    def add(self, name: str, given: list[Traced], made: list[Traced]) -> None:
+        """Add a primitive of these operands and results."""
+        if name in PRODUCTS:
+            self.products.append((_flops(name, given, made), _bytes_read(given, made)))
+            return
+        numbers = max(math.prod(shape) for shape, _ in [*given, *made])
+        if name in EXPONENTIALS:
+            self.exponentials += numbers
+        else:
+            self.others += numbers
+
+
+def _flops(name: str, given: list[Traced], made: list[Traced]) -> int:
+    multiplied = given[1][0][1:] if name == "Convolution" else given[0][0][-1:]
+    return 2 * math.prod(made[0][0]) * math.prod(multiplied)
+
+
+def _bytes_read(given: list[Traced], made: list[Traced]) -> int:
+    """Bytes of a product's second operand; of stacked ones, of as many as it makes results of at most."""
+    shape, dtype = given[1]
+    stacked = math.prod(shape[:-2])
+    asked = math.prod(made[0][0][:-2])
+    return math.prod(shape[-2:]) * min(stacked, asked) * int(dtype.size)
+
+
+def counted(call: Callable[[mx.array], Any], array: mx.array) -> Counts:
+    """Count what a call of one array computes."""
+    found = Counts()
 
     def note(what: dict[str, Any]) -> None:
         if what["type"] != "primitive" or what["name"] in VIEWS:
             return
-        given, made = (
-            [shape for _, shape, _ in what[side]] for side in ("inputs", "outputs")
-        )
-        numbers = max(map(math.prod, [*given, *made]))
-        if what["name"] == "Convolution":
-            found["flops"] += 2 * math.prod(made[0]) * math.prod(given[1][1:])
-        elif what["name"] in PRODUCTS:
-            found["flops"] += 2 * math.prod(made[0]) * given[0][-1]
-        else:
-            found["exponentials" if what["name"] in EXPONENTIALS else "others"] += (
-                numbers
-            )
+        sides = {
+            side: [(shape, dtype) for _, shape, dtype in what[side]]
+            for side in ("inputs", "outputs")
+        }
+        found.add(what["name"], sides["inputs"], sides["outputs"])
 
-    module, contiguous = vars(mx), mx.contiguous
-    # the one that has no form to be exported in
-    module["contiguous"] = lambda array, *how: array
+    module = vars(mx)
+    own = {name: module[name] for name in ("contiguous", "eval")}
+
+    def evaluate(*arrays: Any) -> None:
+        """Leave out what a tower of mlx-vlm's evaluates on its way; a trace has no numbers."""
+        asks = sys._getframe(1).f_globals["__name__"]
+        if not asks.startswith("mlx_vlm."):
+            own["eval"](*arrays)
+
+    # contiguous has no form to be exported in
+    module.update(contiguous=lambda array, *how: array, eval=evaluate)
+    apart = experts.multiplies_apart
+    # experts' rows are read back to be cut; uncut they have as many flops
+    vars(experts)["multiplies_apart"] = lambda *rows: False
     try:
         mx.export_function(note, call, array)
     finally:
-        module["contiguous"] = contiguous
+        module.update(own)
+        vars(experts)["multiplies_apart"] = apart
     return found
 
 
@@ -139,19 +202,33 @@ class Table:
         self._clock, self._rounds = CLOCKS[clock], rounds
         self.rates = Rates.measured(self._seconds)
         self.rows: list[dict[str, Any]] = []
+        rates = self.rates
         print(
-            f"{1e-9 / self.rates.flop:.0f} GFLOP/s, an exponential {1e9 * self.rates.exponential:.2f} ns, "
-            f"another number {1e9 * self.rates.other:.2f} ns"
+            f"{1e-9 / rates.flop:.0f} GFLOP/s, {1e-9 / rates.byte:.0f} GB/s,"
+            f" an exponential {1e9 * rates.exponential:.2f} ns,"
+            f" another number {1e9 * rates.other:.2f} ns"
         )
         heads = ("products", "exponentials", "others", "floor", "measured", "of it")
         print(f"{'ms':<44}" + "".join(f"{head:>14}" for head in heads))
 
-    def add(self, name: str, call: Callable[[mx.array], Any], array: mx.array) -> None:
-        counts = counted(call, array)
+    def add(
+        self,
+        name: str,
+        call: Callable[[mx.array], Any],
+        array: mx.array,
+        traced: Callable[[mx.array], Any] | None = None,
+    ) -> None:
+        """Add a row.
+
+        Args:
+            call: of ``array``; measured.
+            traced: the same call where it changes what it holds, on a copy that only the count uses.
+        """
+        counts = counted(traced or call, array)
         parts = {
-            "products": 1000 * counts["flops"] * self.rates.flop,
-            "exponentials": 1000 * counts["exponentials"] * self.rates.exponential,
-            "others": 1000 * counts["others"] * self.rates.other,
+            "products": 1000 * self.rates.products(counts.products),
+            "exponentials": 1000 * counts.exponentials * self.rates.exponential,
+            "others": 1000 * counts.others * self.rates.other,
         }
         parts["floor"] = sum(parts.values())
         parts["measured"] = 1000 * self._seconds(lambda: call(array))
@@ -199,6 +276,35 @@ def of_shape(table: Table, shape: Shape) -> None:
 
     table.add(f"{shape.name}: prompt of 1,000", prefill, row.inputs_embeds)
 
+    tokens = mx.full((STEP_ROWS, 1), 5, dtype=mx.int32)
+    table.add(
+        f"{shape.name}: step of {STEP_ROWS} rows at {CONTEXT}",
+        step_of(adapter, row),
+        tokens,
+        traced=step_of(adapter, row),
+    )
+
+
+def step_of(adapter: Any, row: Any) -> Callable[[mx.array], mx.array]:
+    """Return a decode step of equal rows, each with the first ``CONTEXT`` positions of a prompt in its caches."""
+    shapes = FreeShapes(Placement.for_device(), Policy())
+    batch = DecodeBatch(shapes, STEP_ROWS)
+    for place in range(STEP_ROWS):
+        cache = adapter.make_cache()
+        mx.eval(adapter.prefill([row], cache, 0, CONTEXT))
+        batch.join(new_row(str(place), Prompt(), SamplingParams()), cache)
+    mx.eval([layer.arrays() for layer in batch.layers])
+    positions = mx.full((STEP_ROWS,), CONTEXT, dtype=mx.int32)
+    extras = [row.decode] * STEP_ROWS
+
+    def step(tokens: mx.array) -> mx.array:
+        logits: mx.array = adapter.decode(
+            DecodeStep(tokens, positions, batch.layers, extras)
+        )
+        return logits
+
+    return step
+
 
 def _embeddings(adapter: Any, inputs: dict[str, Any], pixels: mx.array) -> mx.array:
     embeds: mx.array = adapter.encode({**inputs, "pixel_values": pixels}).inputs_embeds
@@ -241,7 +347,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    own = ["small", "wide", "gemma3-small", "qwen3.5-small", "llava-small"]
+    own = [
+        "small",
+        "wide",
+        "gemma3-small",
+        "qwen3.5-small",
+        "llava-small",
+        "experts-small",
+    ]
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=own)
     parser.add_argument(
         "--rounds", type=int, default=3, help="of which the fastest counts"

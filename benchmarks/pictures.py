@@ -36,6 +36,7 @@ import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from benchmarks.compare.shapes import SHAPES, build  # noqa: E402
+from benchmarks.processors import set_processor  # noqa: E402
 from vlm_batch import Caches, Request, SamplingParams, VLMBatcher  # noqa: E402
 from vlm_batch.adapters import modules  # noqa: E402
 from vlm_batch.arrays import evaluated, on_host  # noqa: E402
@@ -92,16 +93,7 @@ def model_and_processor(shape: str, max_pixels: int) -> tuple[Any, Any]:
     """A model of a shape with random weights, and the embedded checkpoint's processor with a bound on pixels."""
     _, processor = load_model(default_checkpoint())
     model = build(SHAPES[shape])
-    given = json.loads((default_checkpoint() / "config.json").read_text())
-    for name in (
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-    ):
-        setattr(model.config, name, given[name])
-    part = processor.image_processor
-    part.min_pixels, part.max_pixels = 56 * 56, max_pixels
+    processor = set_processor(SHAPES[shape], model, processor, max_pixels)
     return model, processor
 
 

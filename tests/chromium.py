@@ -123,21 +123,36 @@ class Browser:
     def type(self, words: str) -> None:
         self.call("Input.insertText", text=words)
 
-    def press(self, key: str, *, code: int, control: bool = False) -> None:
-        for kind in ("rawKeyDown", "keyUp"):
+    def press(
+        self, key: str, *, code: int, text: str = "", shift: bool = False
+    ) -> None:
+        """Press a key; ``text`` is what it would write."""
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent",
                 type=kind,
                 key=key,
                 code=key,
+                text=text if kind == "keyDown" else "",
                 windowsVirtualKeyCode=code,
-                modifiers=2 if control else 0,
+                modifiers=8 if shift else 0,
             )
 
+    def dark(self, wanted: bool = True) -> None:
+        """Let the page think that its reader wants dark pages, or light ones."""
+        scheme = {
+            "name": "prefers-color-scheme",
+            "value": "dark" if wanted else "light",
+        }
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self) -> bytes:
+        """Return what is shown, as PNG."""
+        coded = self.call("Page.captureScreenshot", format="png")["data"]
+        return base64.b64decode(coded)
+
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(
-            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        )
+        path.write_bytes(self.picture())
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError, OSError, Empty):

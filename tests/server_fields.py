@@ -30,7 +30,7 @@ OF_VLLM = frozenset({
     "return_prompt_text", "return_mm_kwargs", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
     "repetition_detection", "stream_interval",
 })  # fmt: skip
-#: Fields of a chat in llama.cpp's server (tools/server/server-schema.cpp and server-common.cpp at 23b5dbd), which reads
+#: Fields of a chat in llama.cpp's server (tools/server/server-schema.cpp and server-common.cpp at 82bb485), which reads
 #: those of its completions, too. Without what its chat parser always writes itself (``chat_format``, ``prompt``,
 #: ``grammar_lazy``, ``grammar_triggers``, ``preserved_tokens``, ``generation_prompt``, ``message_delimiters``) or tells its
 #: sampler (``grammar_type``, ``chat_parser``, ``reasoning_budget_...``).
@@ -45,7 +45,7 @@ OF_LLAMA_CPP = frozenset({
     "stop", "samplers", "id_slot", "timings_per_token", "verbose", "post_sampling_probs", "tools", "tool_choice",
     "parse_tool_calls", "parallel_tool_calls", "response_format", "chat_template_kwargs", "reasoning_format",
     "reasoning_control", "thinking_budget_tokens", "add_generation_prompt", "continue_final_message", "echo",
-    "logprobs", "top_logprobs",
+    "logprobs", "top_logprobs", "reasoning_effort", "sse_ping_interval",
 })  # fmt: skip
 #: Servers -> the fields of their chats.
 OTHERS = {

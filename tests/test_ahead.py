@@ -24,10 +24,11 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.memory import Sizes
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.inputs import prepare
+from vlm_batch.inputs import question as questions
 from vlm_batch.inputs.fetch import Fetched
 from vlm_batch.inputs.images import count_pixels, size_of_file
 from vlm_batch.inputs.loaders import Loading
-from vlm_batch.inputs.prepare import Prepared, Question
+from vlm_batch.inputs.question import Prepared, Question
 from vlm_batch.records import Terms
 
 CHECKPOINT = assets.default_checkpoint()
@@ -414,7 +415,7 @@ def test_what_was_decoded_is_given_back(
     model: VLMBatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(prepare, "MANY_PIXELS", 500_000)
+    monkeypatch.setattr(questions, "MANY_PIXELS", 500_000)
     monkeypatch.setattr(prepare, "trim", lambda: trimmed.append(1))
     model.submit(
         Image.new("RGB", (100, 100)), DESCRIBE, params={"max_tokens": 1}

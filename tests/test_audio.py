@@ -294,6 +294,8 @@ def test_the_forms_of_messages() -> None:
     parts: list[dict[str, Any]] = [
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
         {"type": "audio_url", "audio_url": {"url": "https://example.org/a.mp3"}},
+        # as a client writes out what it leaves open
+        {"type": "audio_url", "audio_url": {"url": "b.mp3", "data": None}},
         {"type": "audio_url", "audio_url": "a.mp3"},
         {"type": "audio", "audio": audio},
         {"type": "audio", "audio": {"array": [0.0], "sampling_rate": 8000}},
@@ -305,7 +307,8 @@ def test_the_forms_of_messages() -> None:
         [{"role": "user", "content": parts}], [], [], ["spare.wav", "left.wav"]
     )
     assert media[0] == ["c.png"] and media[1] == []
-    wanted = [f"data:audio;base64,{data}", "https://example.org/a.mp3", "a.mp3", audio]
+    wanted: list[Any] = [f"data:audio;base64,{data}", "https://example.org/a.mp3"]
+    wanted += ["b.mp3", "a.mp3", audio]
     wanted += [
         {"array": [0.0], "sampling_rate": 8000},
         "b.ogg",
@@ -313,7 +316,7 @@ def test_the_forms_of_messages() -> None:
         "left.wav",
     ]
     assert media[2] == wanted
-    assert [part["type"] for part in turns[0]["content"]] == ["audio"] * 6 + [
+    assert [part["type"] for part in turns[0]["content"]] == ["audio"] * 7 + [
         "image",
         "audio",
     ]

@@ -54,8 +54,9 @@ from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine import schedule
 from vlm_batch.errors import RaisedAt
 from vlm_batch.inputs.loaders import Loaders
-from vlm_batch.inputs.prepare import Lane, Preparer
+from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
+from vlm_batch.inputs.question import Lane
 from vlm_batch.models import spec_for
 from vlm_batch.types import Event, failed_result
 
@@ -1516,7 +1517,7 @@ def test_a_long_prompt_has_a_processor_of_its_own(
     monkeypatch: pytest.MonkeyPatch, batcher: VLMBatcher
 ) -> None:
     """Whoever comes behind a prompt that takes seconds to become tokens does not wait for it."""
-    monkeypatch.setattr("vlm_batch.inputs.prepare.LONG_PROMPT", 1000)
+    monkeypatch.setattr("vlm_batch.inputs.question.LONG_PROMPT", 1000)
     preparer = Preparer(
         batcher._preparer.processing, batcher.spec, image_token_ids=frozenset()
     )

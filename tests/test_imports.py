@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_version", "advice", "errors", "arrays", "runtime", "assets"),
     ("checks", "records"),
-    ("parameters",),
+    ("parameters", "schemas"),
     ("types", "registry", "policy"),
     ("handle", "progress"),
     ("many",),

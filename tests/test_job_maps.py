@@ -279,3 +279,25 @@ def test_rows_that_end_out_of_order_come_back_in_order() -> None:
     assert map_table(late, table, "?").column("answer").to_pylist() == [
         f"?: {n}.png" for n in range(150)
     ]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "pandas", "datasets", "reader"])
+def test_progress_is_shown_where_it_is_asked_for(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table's rows are known; a stream's are counted."""
+    arrow = pa.table(COLUMNS)
+    tables: dict[str, Any] = {
+        "arrow": arrow,
+        "pandas": arrow.to_pandas(),
+        "datasets": datasets.Dataset.from_dict(COLUMNS),
+        "reader": pa.RecordBatchReader.from_batches(arrow.schema, arrow.to_batches()),
+    }
+    found = map_table(echo(), tables[kind], "what {kind}?", progress=True)
+    if kind == "reader":
+        found.read_all()
+    said = capsys.readouterr().err
+    assert f"5/{'?' if kind == 'reader' else 5}" in said
+    assert "8 tokens, 1 failed" in said
+    map_table(echo(), arrow, "what {kind}?")
+    assert capsys.readouterr().err == ""

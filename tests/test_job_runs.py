@@ -6,6 +6,7 @@ import csv
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import random
@@ -31,12 +32,14 @@ import pytest
 from openai.types.chat import ChatCompletion
 from PIL import Image
 
+from tests import chromium
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.cli import main as cli
 from vlm_batch.cli.watching import JobView
 from vlm_batch.handle import Handle
 from vlm_batch.jobs import journal, map_table, order, report
+from vlm_batch.jobs.formats import DelimitedFile
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Shard
 from vlm_batch.jobs.summary import MAX_REASON, Summary, stages_of
@@ -1341,6 +1344,8 @@ def test_shards_are_the_same_on_every_machine() -> None:
     assert sum(many) == 4000 and min(many) > 900
     with pytest.raises(InvalidJob, match="of the form 2/4"):
         Shard.parse("2")
+    with pytest.raises(InvalidJob, match="is not of the form 2/4"):
+        Shard.parse("\N{SUPERSCRIPT TWO}/4")
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -1621,7 +1626,6 @@ def test_where_the_time_went_and_how_busy_the_engine_was(
         "4",
         "--report",
         str(page),
-        "--quiet",
         "--out",
         str(tmp_path / "out.jsonl"),
     ]
@@ -1713,6 +1717,33 @@ def test_the_report_in_a_browser(folder: Path) -> None:
     assert len(heights) > 2 and max(map(int, heights[:-1])) > 50 and heights[-1] == "30"
 
 
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here; scripts/setup says how to get one"
+)
+@pytest.mark.parametrize("width", [320, 390])
+def test_the_report_on_a_phone(folder: Path, width: int) -> None:
+    """Nothing is wider than the screen, and what is said has the screen's width."""
+    for number in range(3):
+        Image.new("RGB", (400, 300), "red").save(f"p{number}.png")
+    long_name = f"bad_{'x' * 200}.png"
+    Path("rows.jsonl").write_text(
+        "".join(
+            json.dumps({"id": name, "image": name}) + "\n"
+            for name in ("p0.png", "p1.png", "p2.png", long_name)
+        )
+    )
+    cli.main([*RUN[:2], "--prompt", "?", "--report", "r.html"], open_batcher=Echo())
+    with chromium.browser(str(BROWSER)) as page:
+        page.size(width, 800, mobile=True)
+        page.open((folder / "r.html").as_uri())
+        page.run("document.querySelector('details').open = true")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        said = page.run(
+            "[...document.querySelectorAll('td:last-child')].map((one) => one.getBoundingClientRect().width)"
+        )
+        assert len(said) > 6 and min(said) > 0.75 * (width - 32), said
+
+
 def test_progress_in_plain_lines_and_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1736,16 +1767,16 @@ def test_progress_in_plain_lines_and_figures(
     err.seek(0, io.SEEK_END)
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setattr("vlm_batch.cli.watching.PLAIN_SECONDS", 0.05)
-    cli.main(RUN, open_batcher=Slow())
+    cli.main(RUN[:-1], open_batcher=Slow())
     out = capsys.readouterr().out
     lines = [line for line in err.getvalue().splitlines() if line.startswith("[")]
     # also while one row takes long
     assert lines[0] == "[loading the model]" and len(lines) >= 3
     assert (
-        lines[-1].startswith("[19 of 20] 2 failed, 0 s left, 1 in flight")
+        lines[-1].startswith("[19 of 20] 2 failed, 0 s left, ")
         and "25% of prompts cached" in lines[-1]
     )
-    assert "seconds a row" in out and "where a row's time goes" in out
+    assert "seconds of a row" in out and "where a row's time goes" in out
     assert "InvalidImage" in out
 
 
@@ -1961,12 +1992,8 @@ def test_failures_are_counted_by_kind_and_shown_whole(
     (folder / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows) + "{1\n{2 3\n"
     )
-    assert (
-        cli.main(
-            ["run", "rows.jsonl", "--report", "r.html", "--quiet"], open_batcher=Fails()
-        )
-        == 1
-    )
+    kept = ["--report", "r.html", "--out", "out.jsonl", "--quiet"]
+    assert cli.main(["run", "rows.jsonl", *kept], open_batcher=Fails()) == 1
     out, err = capsys.readouterr()
     assert (
         "2 rows cannot be asked, the first: rows.jsonl:6: the line is not JSON" in err
@@ -2594,6 +2621,36 @@ def test_the_time_between_two_runs_is_no_time_of_the_job() -> None:
     assert report.summary_of(lambda: [{"id": "a", "error": "E: x"}]).failed == 1
 
 
+def test_the_report_of_csv_counts_what_lists_hold(folder: Path) -> None:
+    """CSV has lists and objects as JSON: each was read letter by letter, and further answers ended the command."""
+    record = {
+        "id": "a",
+        "text": "x",
+        "images": ["p.png", "q.png#\N{SUPERSCRIPT TWO}"],
+        "others": [{"text": "y", "usage": {"completion_tokens": 2}}],
+        "usage": {"completion_tokens": 3},
+    }
+    path = folder / "out.csv"
+    DelimitedFile().write(path, lambda: iter([record]), tuple(record))
+    summary = report.summary_of(lambda: DelimitedFile().read(path))
+    assert (summary.answered, summary.pictures, summary.tokens) == (1, 2, 5)
+    odd = {"id": "a", "text": "x", "images": ["page.pdf#\N{SUPERSCRIPT TWO}"]}
+    (folder / "page.pdf").write_bytes(b"%PDF-")
+    assert report.summary_of(lambda: [odd]).answered == 1
+
+
+def test_a_number_that_json_has_not_is_null(folder: Path) -> None:
+    """An infinite cell of a column that the output has ended the job."""
+    Image.new("RGB", (8, 6)).save("a.png")
+    cells = {"image": ["a.png"] * 3, "score": [math.inf, math.nan, 1.5]}
+    pq.write_table(pa.table(cells), "in.parquet")
+    run = ["run", "in.parquet", "--prompt", "?", "--quiet", "--out", "out.jsonl"]
+    given = [*run, "--columns", "id,text,score"]
+    assert cli.main(given, open_batcher=Echo()) == 0
+    scores = {row["id"][-1]: row["score"] for row in answers("out.jsonl")}
+    assert scores == {"0": None, "1": None, "2": 1.5}
+
+
 HUNG_UP = """
 import os, sys, time
 from pathlib import Path
@@ -2670,7 +2727,7 @@ def test_a_job_outlives_its_terminal_if_its_answers_are_kept(
     assert (
         "10 requests, 0 errors" in log and "answers: out" in log and "\x1b" not in log
     )
-    assert re.search(r"^\[\d of 10\] .* left, \d in flight", log, re.MULTILINE)
+    assert re.search(r"^\[\d of 10\] .* left, .*\d in flight", log, re.MULTILINE)
     assert ("p9.png: describe" in log) == ("--quiet" not in options)
 
 

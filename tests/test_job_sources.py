@@ -25,6 +25,10 @@ from vlm_batch.jobs import (
     Source,
     open_sources,
 )
+from vlm_batch.jobs.cells import audios_of, media_of
+from vlm_batch.jobs.plan import Job, Plan
+from vlm_batch.jobs.rows import Ids
+from vlm_batch.jobs.sinks import Sink
 from vlm_batch.jobs.sources import Pdf
 from vlm_batch.types import SamplingParams
 
@@ -632,3 +636,39 @@ def test_a_picture_that_cannot_be_made_is_its_rows_error() -> None:
     (item,) = Questions().ask(JobRow(id="r", images=("r",), load=load))
     with pytest.raises(RuntimeError, match="gone"):
         item.request()
+
+
+# ---- addresses, and what is none ----
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["HTTPS://Host.example/a.PNG?size=1", "DATA:image/png;base64,iVBORw0KGgo="],
+)
+def test_an_address_is_one_in_any_case(folder: Path, address: str) -> None:
+    """As the loaders read it: no path beside the table, and no file that is missing."""
+    (folder / "in").mkdir()
+    (folder / "in" / "rows.jsonl").write_text(json.dumps({"image": address}))
+    (folder / "in" / "rows.csv").write_text(f'kind,scan\nbill,"{address}"\n')
+    (row,) = rows_of("in/rows.jsonl")
+    assert row.images == (address,) and row.error is None
+    (row,) = rows_of("in/rows.csv", columns=Columns(image="scan"))
+    assert row.images == (address,) and row.error is None
+    with pytest.raises(InvalidJob, match="has no column of images, but 'scan'"):
+        plan_of("in/rows.csv")
+    (row,) = rows_of(address)
+    assert row.images == (address,)
+    assert row.columns["name"] in ("a.PNG", "png;base64,iVBORw0KGgo=")
+    said = "data URI of 34 characters"
+    assert row.id == (said if address.startswith("DATA") else address)
+
+
+def plan_of(*arguments: str) -> Plan:
+    sources, _ = open_sources(arguments)
+    return Job(sources, Questions(), Sink()).plan(Ids(), Ids())
+
+
+@pytest.mark.parametrize("nothing", [b"", bytearray(), memoryview(b""), "", None])
+def test_a_cell_without_bytes_is_no_picture(nothing: Any) -> None:
+    assert media_of(nothing, "") == ()
+    assert audios_of(nothing, "") == ()

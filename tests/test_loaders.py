@@ -41,9 +41,10 @@ from vlm_batch.inputs import pool as pools
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.pool import Pool
-from vlm_batch.inputs.prepare import Lane, Prepared, Preparer, Question
+from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import ProcessorPool
 from vlm_batch.inputs.processors import ProcessorCopier
+from vlm_batch.inputs.question import Lane, Prepared, Question
 from vlm_batch.loading import EngineOptions, load_model, make_engine
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

@@ -7,6 +7,8 @@ in a process of its own.
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import layout, names
+from tests.serving import IMAGES
 from tests.test_folders import PROCESSORS, Saved, write_processor
+from vlm_batch import Request, SamplingParams, VLMBatcher
+from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli.prompts import CASES, Folder, ask_transformers, differences
 from vlm_batch.inputs.processing import Processing
@@ -459,3 +464,38 @@ def test_parts_for_a_template_of_text_alone_become_text(tmp_path: Path) -> None:
     assert processing.render(
         [{"role": "system", "content": parts[:1]}, {"role": "user", "content": "x"}]
     ) == ("[system]What is[user]x")
+
+
+def test_long_prompts_bring_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tokenizer that says a smaller length than the model's context; the engine checks that."""
+    folder = tmp_path / "qwen2_vl"
+    shutil.copytree(default_checkpoint(), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "model_max_length": 16})
+    )
+    warnings: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(
+        handler, "emit", lambda record: warnings.append(record.getMessage())
+    )
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    words = "please " * 40
+    one = SamplingParams(max_tokens=1)
+    plain = Request(prompt=words, template=None, params=one, return_prompt_ids=True)
+    picture = Request(
+        prompt=words,
+        images=[IMAGES / "red_circle.png"],
+        params=SamplingParams(max_tokens=1, bad_words=["please please"]),
+        return_prompt_ids=True,
+    )
+    try:
+        with VLMBatcher(str(folder)) as batcher:
+            results = batcher.generate([plain, picture])
+    finally:
+        logger.removeHandler(handler)
+    assert all(len(result.prompt_token_ids or ()) > 40 for result in results)
+    assert [one for one in warnings if "sequence length" in one] == []

@@ -33,7 +33,8 @@ from vlm_batch.cli import serve
 from vlm_batch.runtime.memory import default_limit
 from vlm_batch.server import edge
 from vlm_batch.server.config import InvalidConfig, Key, ServerConfig, read_keys
-from vlm_batch.server.doors.chat import ChatRequest, wire_messages
+from vlm_batch.server.doors.chat import ChatRequest
+from vlm_batch.server.doors.chat_messages import wire_messages
 from vlm_batch.server.doors.completions import CompletionRequest
 from vlm_batch.server.openai import Common
 
@@ -573,7 +574,7 @@ def test_log_probabilities_of_prompts(server: Running) -> None:
     assert all(
         prompt.endswith(words) for prompt, words in zip(prompts, said, strict=True)
     )
-    assert "prompt_logprobs" not in server.chat("count to 3").json
+    assert server.chat("count to 3").json["prompt_logprobs"] is None
     assert (
         server.chat("count to 3", prompt_logprobs=1, stream=True).error["param"]
         == "prompt_logprobs"
@@ -1099,7 +1100,7 @@ def test_messages_as_openais_clients_write_them(server: Running) -> None:
     )
     assert reply.status == 200, reply.body
     body = ChatRequest.model_validate({"messages": turns})
-    assert [turn.get("content") for turn in wire_messages(body)][4:6] == [
+    assert [turn.get("content") for turn in wire_messages(body.messages)][4:6] == [
         "no",
         [{"type": "text", "text": "no"}],
     ]
@@ -1347,6 +1348,7 @@ def test_behind_a_proxy_at_a_path_of_its_own() -> None:
         for root in ("", "/models/own"):
             page = server.ask("GET", f"{root}/")
             assert page.status == 200
+            assert '<base href="/models/own/">' in page.body.decode()
             for name in ("app.js", "style.css", "icon.svg"):
                 assert f'"page/{name}"' in page.body.decode()
                 assert server.ask("GET", f"{root}/page/{name}").status == 200
@@ -1360,6 +1362,7 @@ def test_behind_a_proxy_at_a_path_of_its_own() -> None:
                 ).status
                 == 200
             )
+        assert server.ask("GET", "/models/own").status == 200
         assert not re.search(
             r"""["'`]/(v1|stats|page)""",
             server.ask("GET", "/page/app.js").body.decode(),

@@ -176,6 +176,29 @@ def test_the_other_endpoints(
         assert body == server.ask("POST", path, bodies[at]).json
 
 
+def test_rows_go_on_from_kept_responses(tmp_path: Path) -> None:
+    """A batch over the turns of many conversations; of one key's alone, and its answers are kept in its file."""
+    keys = (Key("one"), Key("two"))
+    with serving(keys=keys, files=tmp_path) as server:
+        one, two = client_of(server, "one"), client_of(server, "two")
+        first = one.responses.create(model="qwen2_vl", input="count to 3")
+        next_turn = {"previous_response_id": first.id, "input": "count to 4"}
+        wanted = one.responses.create(model="qwen2_vl", **next_turn)
+        answers = {}
+        for owner in (one, two):
+            lines = lines_of([next_turn], "/v1/responses")
+            batch = ended(owner, begin(owner, lines, "/v1/responses"))
+            file_id = batch.output_file_id or batch.error_file_id
+            (answers[owner],) = rows_of(owner, file_id).values()
+        body = answers[one]["response"]["body"]
+        said = body["output"][0]["content"][0]["text"]
+        assert said == wanted.output_text
+        with pytest.raises(openai.NotFoundError):
+            one.responses.retrieve(body["id"])
+        error = answers[two]["response"]["body"]["error"]
+        assert error["code"] == "previous_response_not_found"
+
+
 def test_wrong_files_fail_before_a_row_is_asked(client: Any) -> None:
     row = json.loads(lines_of([chat("count to 3")]))
     wrong = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import socket
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import Running, serving, wait_until
+from tests.serving import IMAGES, Running, data_uri, serving, wait_until
 from vlm_batch.server.doors import DOORS
 from vlm_batch.server.wire import Body, Wire
 
@@ -27,6 +28,7 @@ LEAST: dict[str, Any] = {
     "/v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},
 }
 ANSWERING = [path for path in LEAST if "tokens" not in path and "batches" not in path]
+SEEING = [path for path in ANSWERING if path != "/v1/completions"]
 LENGTH = {"/v1/responses": "max_output_tokens"}
 
 
@@ -75,6 +77,153 @@ def test_attacks_have_the_doors_own_errors(server: Running, path: str) -> None:
     plain = {"Content-Type": "text/plain"}
     assert server.ask("POST", path, b"{}", headers=plain).status == 415
     assert server.ask("POST", path, {**LEAST[path], "model": "other"}).status == 404
+
+
+def picture_at(path: str, place: str) -> dict[str, Any]:
+    """A picture as a door's part, by its address."""
+    if path == "/v1/responses":
+        return {"type": "input_image", "detail": "auto", "image_url": place}
+    if path != "/v1/messages":
+        return {"type": "image_url", "image_url": {"url": place}}
+    source: dict[str, Any] = {"type": "url", "url": place}
+    if place.startswith("data:"):
+        kind, data = place.removeprefix("data:").split(";base64,")
+        source = {"type": "base64", "media_type": kind, "data": data}
+    return {"type": "image", "source": source}
+
+
+def said_at(path: str, content: Any, **fields: Any) -> dict[str, Any]:
+    """A body with a user's content."""
+    length = {LENGTH.get(path, "max_tokens"): 8}
+    turns = [{"role": "user", "content": content}]
+    if path == "/v1/completions":
+        return {"prompt": content, **length, **fields}
+    name = "input" if path == "/v1/responses" else "messages"
+    return {name: turns, **length, **fields}
+
+
+def is_alive(server: Running, path: str) -> bool:
+    """Whether the door answers the next request."""
+    return server.ask("POST", path, LEAST[path]).status == 200
+
+
+def prompt_of(path: str) -> str:
+    """The field with a door's prompt, which errors name."""
+    names = {"/v1/completions": "prompt", "/v1/responses": "input"}
+    return names.get(path, "messages")
+
+
+def message_and_place(reply: Any, path: str) -> tuple[str, str]:
+    """An error's words, and the place that it names: Anthropic's errors have it in their words alone."""
+    error = reply.error
+    place = error["param"] if "param" in error else prompt_of(path)
+    return error["message"], place
+
+
+BOMB = base64.b64encode((IMAGES / "awkward" / "decompression_bomb.png").read_bytes())
+WHOLE = data_uri("red_circle.png")
+#: What is done to a picture -> where it is said to be, or what it is.
+PICTURES = {
+    "a bomb": f"data:image/png;base64,{BOMB.decode()}",
+    "half of one": WHOLE[: len(WHOLE) // 2],
+    "no picture": "data:image/png;base64,aGVsbG8=",
+    "no base64": "data:image/png;base64,@@@@",
+    "a place within": "http://127.0.0.1:1/secret.png",
+    "a file": "file:///etc/passwd",
+    "a path": "/etc/passwd",
+}
+
+
+@pytest.mark.parametrize("attack", PICTURES)
+@pytest.mark.parametrize("path", SEEING)
+def test_a_picture_that_attacks_is_refused(
+    server: Running, path: str, attack: str
+) -> None:
+    """The request fails alone, before anything is answered, and nothing of this machine is told."""
+    for stream in (False, True):
+        part = picture_at(path, PICTURES[attack])
+        reply = server.ask("POST", path, said_at(path, [part], stream=stream))
+        assert reply.status == 400, (reply.status, reply.body[:200])
+        said, place = message_and_place(reply, path)
+        assert place == prompt_of(path)
+        assert "passwd" not in said or "/etc/passwd" in PICTURES[attack]
+        assert "Traceback" not in said
+    assert is_alive(server, path)
+
+
+@pytest.mark.parametrize("path", SEEING)
+def test_pictures_of_a_request_are_bounded(server: Running, path: str) -> None:
+    """By their number, and by the pixels that all have, also where they come back from a tool."""
+    part = picture_at(path, WHOLE)
+    many = [part] * (server.server.service.config.max_images + 1)
+    reply = server.ask("POST", path, said_at(path, many))
+    assert reply.status == 400
+    assert "at most" in message_and_place(reply, path)[0]
+    if path == "/v1/responses":
+        result = {"type": "function_call_output", "call_id": "a", "output": many}
+        body: dict[str, Any] = {"input": [result]}
+    elif path == "/v1/messages":
+        result = {"type": "tool_result", "tool_use_id": "a", "content": many}
+        body = {"max_tokens": 8, "messages": [{"role": "user", "content": [result]}]}
+    else:
+        body = {"messages": [TURN, {"role": "tool", "content": many}]}
+    assert server.ask("POST", path, body).status == 400
+
+
+@pytest.mark.parametrize("path", ANSWERING)
+def test_words_that_attack_are_refused(server: Running, path: str) -> None:
+    """Control tokens, half a character, a prompt beyond the context: where a user's words are a user's alone."""
+    attacks = {"half \ud800": "\ud800", "too long": "a " * 5000}
+    if path != "/v1/completions":  # its prompts are final
+        attacks["a turn"] = "a<|im_end|>b"
+        attacks["a picture"] = "<|image_pad|>"
+    for name, words in attacks.items():
+        reply = server.ask("POST", path, said_at(path, words))
+        assert reply.status == 400, (name, reply.status, reply.body[:200])
+        assert message_and_place(reply, path)[1] == prompt_of(path), name
+    assert is_alive(server, path)
+
+
+@pytest.mark.parametrize("path", SEEING)
+def test_a_form_that_explodes_fails_alone(server: Running, path: str) -> None:
+    """A schema with too much in it ends its own request, or is answered within its length."""
+    many = {f"name{number}": {"type": "string"} for number in range(300)}
+    branch = {"type": "object", "properties": many, "required": list(many)}
+    schema: dict[str, Any] = {"anyOf": [branch] * 40}
+    for _ in range(8):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    form: dict[str, Any] = {"type": "json_schema", "name": "x", "schema": schema}
+    fields: dict[str, Any] = {"text": {"format": form}}
+    if path == "/v1/messages":
+        fields = {
+            "output_config": {"format": {"type": "json_schema", "schema": schema}}
+        }
+    elif path != "/v1/responses":
+        inner = {"name": "x", "schema": schema}
+        form = {"type": "json_schema", "json_schema": inner}
+        fields = {"response_format": form}
+    reply = server.ask("POST", path, said_at(path, "count to 3", **fields))
+    assert reply.status in (200, 400), reply.body[:300]
+    wrong = json.loads(json.dumps(fields).replace('"anyOf"', '"$ref"'))
+    refused = server.ask("POST", path, said_at(path, "count to 3", **wrong))
+    assert refused.status == 400, refused.body[:300]
+    assert is_alive(server, path)
+
+
+@pytest.mark.parametrize("path", ANSWERING)
+def test_a_storm_of_clients_that_leave_leaves_nothing_behind(
+    server: Running, path: str
+) -> None:
+    body = json.dumps({**said_at(path, "count to 3"), "stream": True})
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    said = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    for number in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            # some leave in the middle of their body
+            connection.sendall(said[: len(said) - number % 3])
+    service = server.server.service
+    wait_until(lambda: not service.num_open, "the requests to end", 20)
+    assert is_alive(server, path)
 
 
 @pytest.mark.parametrize("stream", [False, True])

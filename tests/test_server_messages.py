@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -228,6 +228,34 @@ def test_tools_are_called_and_answered(client: Any, stream: bool) -> None:
     assert again.stop_reason in ("end_turn", "max_tokens")
     for turn in turns:
         IS_MESSAGE.validate_python(turn)
+
+
+def test_a_runner_of_tools_goes_on_without_a_thread(
+    server: Running, client: Any
+) -> None:
+    """Runners ask for a conversation that the server keeps, and read in the refusal that they are to send it whole."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(place: Literal["Bern", "Basel"]) -> str:
+        """the weather"""
+        asked.append(place)
+        return "sun"
+
+    runner = client.beta.messages.tool_runner(
+        model="qwen2_vl",
+        max_tokens=60,
+        max_iterations=2,
+        messages=[ASKED],
+        tools=[weather],
+        tool_choice={"type": "any"},
+    )
+    runner.until_done()
+    assert set(asked) <= {"Bern", "Basel"}
+    assert asked
+    error = ask(server, thread={"type": "create"}).error
+    assert error["message"].startswith("thread: thread is not supported")
+    assert ask(server, thread=None).status == 200
 
 
 def test_ends(server: Running) -> None:

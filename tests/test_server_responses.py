@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import functools
 import io
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ from pydantic import TypeAdapter
 from tests.serving import IMAGES, Reply, Running, data_uri, serving, wait_until
 from tests.test_server_tools import copy_with_tools
 from vlm_batch import VLMBatcher
-from vlm_batch.server.config import Key
-from vlm_batch.server.kept import Kept, KeptResponses
+from vlm_batch.server.config import InvalidConfig, Key
+from vlm_batch.server.kept import Kept, KeptResponses, ResponseFolder
+from vlm_batch.server.private import AGE
 
 IS_EVENT = TypeAdapter[Any](ResponseStreamEvent)
 IS_ITEM = TypeAdapter[Any](ResponseInputItemParam)
@@ -59,6 +63,16 @@ def client(server: Running) -> Iterator[Any]:  # its overloads want literals
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
     ) as made:
         yield made
+
+
+def awaited(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*args, **fixtures))
+
+    return run
 
 
 def ask(server: Running, given: Any = "count to 3", **body: Any) -> Reply:
@@ -371,22 +385,121 @@ def test_nobody_sees_another_ones(folder: Path) -> None:
         assert server.ask("GET", path, headers=one).status == 200
 
 
-def test_what_is_kept_has_a_bound() -> None:
+def kept_one(name: str, owner: str, size: int = 10, **body: Any) -> Kept:
+    whole = {"id": name, "status": "completed", "output": [], **body}
+    return Kept(owner, whole, turns=[{"content": "x" * size}])
+
+
+@awaited
+async def test_what_is_kept_has_a_bound() -> None:
     kept = KeptResponses(most=4000)
-
-    def put(name: str, client: int, size: int) -> None:
-        body = {"id": name, "output": []}
-        kept.keep(Kept(client, body, turns=[{"content": "x" * size}]))
-
-    put("a", 1, 1000)
+    kept.keep(kept_one("a", "one", 1000))
     for number in range(6):
-        put(f"b{number}", 2, 1000)
-    assert kept.find("a", 1) is not None  # who has the most gives way
-    assert kept.find("b0", 2) is None
-    assert kept.find("b5", 2) is not None
-    put("large", 1, 5000)
-    assert kept.find("large", 1) is None
-    assert kept.find("a", 2) is None
+        kept.keep(kept_one(f"b{number}", "two", 1000))
+    # who has the most gives way
+    assert await kept.find("a", "one") is not None
+    assert await kept.find("b0", "two") is None
+    assert await kept.find("b5", "two") is not None
+    kept.keep(kept_one("large", "one", 5000))
+    assert await kept.find("large", "one") is None
+    assert await kept.find("a", "two") is None
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
+
+
+@awaited
+async def test_a_folder_has_what_memory_has_not(tmp_path: Path) -> None:
+    folder = tmp_path / "responses"
+    item = {"id": "msg_1", "type": "message"}
+    kept = KeptResponses(0, ResponseFolder(folder, 1 << 20))
+    kept.keep(kept_one("resp_a", "one", output=[item]))
+    # what has not ended with an answer is not written
+    kept.keep(kept_one("resp_b", "one", status="queued"))
+    found = await kept.find("resp_a", "one")
+    assert found is not None
+    assert found.turns == [{"content": "x" * 10}]
+    assert await kept.item("msg_1", "one") == item
+    assert await kept.find("resp_a", "two") is None
+    assert await kept.item("msg_1", "two") is None
+    with pytest.raises(InvalidConfig, match="another server has"):
+        ResponseFolder(folder, 1 << 20)
+    kept.close()
+    assert files_in(folder) == ["resp_a"]
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "resp_a")] == [
+        0o700,
+        0o600,
+    ]
+    # half of one, as a killed process leaves it, is not taken for whole; nor is what others put there
+    whole = (folder / "resp_a").read_bytes()
+    (folder / ".resp_c.1.tmp").write_bytes(whole)
+    (folder / "resp_d").write_bytes(whole[: len(whole) // 2])
+    (folder / "resp_e").write_bytes(b"[]\n")
+    (folder / "resp_f").write_bytes(whole)
+    again = KeptResponses(1 << 20, ResponseFolder(folder, 1 << 20))
+    assert ".resp_c.1.tmp" not in files_in(folder)
+    found = await again.find("resp_a", "one")
+    assert found is not None
+    assert found.body["output"] == [item]
+    for name in "def":
+        assert await again.find(f"resp_{name}", "one") is None
+    again.forget(found)
+    assert await again.find("resp_a", "one") is None
+    again.close()
+    assert "resp_a" not in files_in(folder)
+
+
+@awaited
+async def test_a_folder_has_bounds_of_bytes_and_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptResponses(0, ResponseFolder(tmp_path, 4000))
+    kept.keep(kept_one("resp_a", "one", 1000))
+    for number in range(4):
+        kept.keep(kept_one(f"resp_b{number}", "two", 1000))
+    kept.keep(kept_one("resp_large", "one", 5000))
+    kept.close()
+    left = files_in(tmp_path)
+    assert "resp_a" in left
+    assert "resp_b3" in left
+    assert {"resp_b0", "resp_large"}.isdisjoint(left)
+    assert sum((tmp_path / name).stat().st_size for name in left) < 6000
+    old = time.time() + AGE + 60
+    monkeypatch.setattr(time, "time", lambda: old)
+    folder = ResponseFolder(tmp_path, 4000)
+    assert await folder.read("resp_a", "one") is None
+    folder.sweep()
+    folder.close()
+    assert files_in(tmp_path) == []
+
+
+def test_a_conversation_outlives_its_server(folder: Path, tmp_path: Path) -> None:
+    def begin() -> Any:
+        keys = (Key("one"), Key("two"))
+        return serving(
+            lambda: VLMBatcher(str(folder), max_rows=8),
+            keys=keys,
+            responses=tmp_path / "kept",
+        )
+
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with begin() as server:
+        first = ask(server, [{"role": "user", "content": [image()]}], headers=one).json
+        hidden = ask(server, store=False, headers=one).json["id"]
+        wanted = ask(server, previous_response_id=first["id"], headers=one).json
+    with begin() as server:
+        path = f"{PATH}/{first['id']}"
+        assert server.ask("GET", path, headers=one).json == first
+        for name, key in ((first["id"], two), (hidden, one)):
+            assert server.ask("GET", f"{PATH}/{name}", headers=key).status == 404
+            refused = ask(server, previous_response_id=name, headers=key)
+            assert refused.error["code"] == "previous_response_not_found"
+        again = ask(server, previous_response_id=first["id"], headers=one).json
+        said = [one["output"][0]["content"][0]["text"] for one in (wanted, again)]
+        assert said[0] == said[1]
+        assert server.ask("DELETE", path, headers=one).json["deleted"]
+    assert first["id"] not in files_in(tmp_path / "kept")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ def meant(name: str, known: Iterable[str], instead: Mapping[str, str]) -> str:
     if name in instead:
         return f" (write {instead[name]})"
     near = get_close_matches(name, known, 1)
-    return f" ({near[0]!r} is probably meant)" if near else ""
+    if near:
+        return f" ({near[0]!r} is probably meant)"
+    return ""
 
 
 def _message(

@@ -63,7 +63,7 @@ def map_arrays(tree: Any, change: Callable[[Any], Any]) -> Any:
 def is_array_tree(tree: Any) -> bool:
     """Return whether a tree holds only arrays or None."""
     if type(tree) in (list, tuple):
-        return all(is_array_tree(item) for item in tree)
+        return all(map(is_array_tree, tree))
     return tree is None or isinstance(tree, mx.array)
 
 
@@ -86,13 +86,16 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
 def join_rows(trees: Sequence[Any]) -> Any:
     """Join trees' arrays along the first axis, as ``split_rows`` parts them."""
     first = trees[0]
-    if len(trees) == 1 or first is None:
+    if first is None or len(trees) == 1:
         return first
     if isinstance(first, mx.array):
         return mx.concatenate(list(trees))
-    if isinstance(first, Mapping):
-        return {name: join_rows([tree[name] for tree in trees]) for name in first}
-    return type(first)(map(join_rows, zip(*trees, strict=True)))
+    if not isinstance(first, Mapping):
+        return type(first)(map(join_rows, zip(*trees, strict=True)))
+    found = {}
+    for name in first:
+        found[name] = join_rows([tree[name] for tree in trees])
+    return found
 
 
 def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:
@@ -108,7 +111,9 @@ def own_array(array: mx.array) -> mx.array:
 
     ``mx.contiguous`` shares memory up to 16 kB larger; ``mx.concatenate`` shares none.
     """
-    return mx.concatenate([array, array[:0]]) if array.ndim else mx.contiguous(array)
+    if array.ndim:
+        return mx.concatenate([array, array[:0]])
+    return mx.contiguous(array)
 
 
 def launch(arrays: Sequence[mx.array]) -> None:
@@ -129,11 +134,12 @@ def grown(
 ) -> mx.array:
     """Return an array's ``kept`` columns, then zeros, along ``axis``."""
     room = mx.zeros(shape, dtype)
-    if array is not None:
-        columns = (slice(None),) * axis + (
-            slice(array.shape[axis] if kept is None else kept),
-        )
-        room[columns] = array[columns]
+    if array is None:
+        return room
+    if kept is None:
+        kept = array.shape[axis]
+    columns = (*[slice(None)] * axis, slice(kept))
+    room[columns] = array[columns]
     return room
 
 
@@ -150,12 +156,12 @@ def lengths_array(lengths: tuple[int, ...]) -> mx.array:
 def stack_logits(rows: Sequence[mx.array]) -> mx.array:
     """Stack logits (R, V), narrow ones padded with -inf."""
     widest = max(row.shape[-1] for row in rows)
-    filled = [
-        row
-        if row.shape[-1] == widest
-        else mx.pad(row, [(0, 0), (0, widest - row.shape[-1])], constant_values=-mx.inf)
-        for row in rows
-    ]
+    filled = []
+    for row in rows:
+        missing = widest - row.shape[-1]
+        if missing:
+            row = mx.pad(row, [(0, 0), (0, missing)], constant_values=-mx.inf)
+        filled.append(row)
     return mx.concatenate(filled)
 
 
@@ -164,10 +170,8 @@ def stack_logits(rows: Sequence[mx.array]) -> mx.array:
 
 def as_numpy(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays as numpy: no other thread can use lazy mlx arrays."""
-    found = map_arrays(
-        {name: _whole(value) for name, value in inputs.items()}, _to_numpy
-    )
-    return found  # type: ignore[no-any-return]
+    whole = {name: _whole(value) for name, value in inputs.items()}
+    return map_arrays(whole, _to_numpy)  # type: ignore[no-any-return]
 
 
 def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,11 +195,7 @@ def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def evaluated(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return evaluated mlx arrays for any thread; half precision becomes float32."""
-    halves = (mx.bfloat16, mx.float16)
-    found: dict[str, Any] = map_arrays(
-        as_mlx(inputs),
-        lambda array: array.astype(mx.float32) if array.dtype in halves else array,
-    )
+    found: dict[str, Any] = map_arrays(as_mlx(inputs), _widened)
     mx.eval(arrays_of(found))
     return found
 
@@ -203,18 +203,26 @@ def evaluated(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _whole(value: Any) -> Any:
     if not isinstance(value, Joined):
         return value
-    parts = [
-        part.array() if isinstance(part, Deferred) else _to_mlx(part) for part in value
-    ]
-    return mx.concatenate(parts)
+    return mx.concatenate(list(map(_made, value)))
+
+
+def _made(part: Any) -> mx.array:
+    if isinstance(part, Deferred):
+        return part.array()
+    return _to_mlx(part)
+
+
+def _widened(array: mx.array) -> mx.array:
+    """Return half precision as float32, which numpy has, too."""
+    if array.dtype in (mx.bfloat16, mx.float16):
+        return array.astype(mx.float32)
+    return array
 
 
 def _to_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
-    if array.dtype in (mx.bfloat16, mx.float16):
-        array = array.astype(mx.float32)
-    return np.array(array)
+    return np.array(_widened(array))
 
 
 def _to_host(array: Any) -> Any:
@@ -233,4 +241,6 @@ def _to_mlx(array: Any) -> mx.array:
 
 def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
     """Concatenate arrays; one alone stays the object that it is."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(list(parts), axis=axis)

@@ -27,7 +27,7 @@ from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine.reuse import Caches
 from vlm_batch.errors import BatcherClosed, InvalidRequest, shown
 from vlm_batch.handle import Handle
-from vlm_batch.inputs.prepare import Limits
+from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import EngineOptions, find_checkpoint, load_engine, make_engine
 from vlm_batch.loading.recommended import RecommendedSampling, read_recommended
@@ -267,7 +267,7 @@ class VLMBatcher:
         total = len(requests) if isinstance(requests, Sequence) else None
         with progress_bar(total, enabled=progress) as advance:
             for index, result in many.as_completed(
-                self.submit_request, requests, self._most_in_flight
+                self.submit_request, requests, self.most_in_flight
             ):
                 results[index] = result
                 advance(result)
@@ -281,7 +281,7 @@ class VLMBatcher:
     ) -> Iterator[Result]:
         """Yield results as requests end; ``request_id`` matches them. Leaving the loop cancels the rest."""
         for _, result in many.as_completed(
-            self.submit_request, many.as_requests(requests), self._most_in_flight
+            self.submit_request, many.as_requests(requests), self.most_in_flight
         ):
             yield result
 
@@ -293,11 +293,12 @@ class VLMBatcher:
             requests, AsyncIterable
         )
         async for _, result in many.as_completed_async(
-            self.submit_request, asked, self._most_in_flight
+            self.submit_request, asked, self.most_in_flight
         ):
             yield result
 
-    def _most_in_flight(self) -> int:
+    def most_in_flight(self) -> int:
+        """Return how many requests keep the batch full: those with a place, and those that are read ahead."""
         return self._loop.generator.capacity.num_places + self._policy.look_ahead
 
     def rendered(self, request: Request) -> str | None:
@@ -351,11 +352,9 @@ class VLMBatcher:
     def recommended_sampling(self) -> RecommendedSampling:
         """The publisher's sampling, from generation_config.json; nothing of it is taken unless a request says so:
         ``params={**batcher.recommended_sampling.params, "max_tokens": 500}``."""
-        return (
-            RecommendedSampling()
-            if self._folder is None
-            else read_recommended(self._folder)
-        )
+        if self._folder is None:
+            return RecommendedSampling()
+        return read_recommended(self._folder)
 
     @property
     def max_context(self) -> int | None:

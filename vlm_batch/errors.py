@@ -144,7 +144,9 @@ def describe(error: BaseException) -> str:
         text = ""
     if len(text) > DESCRIBED_CHARACTERS:
         text = f"{text[:DESCRIBED_CHARACTERS]}... ({len(text):,} characters)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if text:
+        return f"{type(error).__name__}: {text}"
+    return type(error).__name__
 
 
 def shown(value: object) -> str:

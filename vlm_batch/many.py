@@ -181,7 +181,9 @@ async def as_completed_async(
 def _read(finished: asyncio.Future[Any]) -> Any:
     """Return an item, ``_Unread`` or ``_END``."""
     error = finished.exception()
-    return finished.result() if error is None else _Unread(error)
+    if error is None:
+        return finished.result()
+    return _Unread(error)
 
 
 def _taken(submit: Submit, given: Any, index: int) -> Handle | Result:
@@ -231,4 +233,6 @@ def _name_of(given: Any) -> str | None:
         name = given.request_id
     elif isinstance(given, Mapping):
         name = given.get("request_id")
-    return name if isinstance(name, str) else None
+    if isinstance(name, str):
+        return name
+    return None

@@ -5,8 +5,8 @@ The command line's flags, the columns of jobs and the fields of HTTP bodies foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -95,19 +95,20 @@ class Declared:
 
 
 def declared(
+    default: Any,
     check: Check | None = None,
     *,
     flag: Flag | None = None,
     in_jobs: bool = True,
     over_http: bool = True,
-) -> Mapping[str, Any]:
-    """Return the metadata of a dataclass's field that declares a parameter; see ``Declared``."""
-    return {
-        "check": check,
-        "flag": flag,
-        "in_jobs": in_jobs,
-        "over_http": over_http,
-    }
+    is_hashed: bool = True,
+) -> Any:
+    """Return a dataclass's field that declares a parameter; see ``Declared``."""
+    how = {"check": check, "flag": flag, "in_jobs": in_jobs, "over_http": over_http}
+    hashed = None if is_hashed else False  # None: as it is compared
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, hash=hashed, metadata=how)
+    return field(default=default, hash=hashed, metadata=how)
 
 
 def parameters_of(record: type[Any]) -> tuple[Declared, ...]:

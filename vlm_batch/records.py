@@ -57,7 +57,9 @@ class Encoded:
 
     @property
     def image_tokens(self) -> int:
-        return 0 if self.is_picture is None else int(self.is_picture.sum())
+        if self.is_picture is None:
+            return 0
+        return int(self.is_picture.sum())
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -247,7 +249,9 @@ class DraftState:
     @property
     def end(self) -> int | None:
         """The position behind the last hidden state, if there is one."""
-        return self.hidden[-1].end if self.hidden else None
+        if self.hidden:
+            return self.hidden[-1].end
+        return None
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` positions of the last forward."""

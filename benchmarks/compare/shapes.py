@@ -272,6 +272,43 @@ def qwen3_5_shape(
     )
 
 
+def experts_shape(
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    dtype: str,
+    tie: float | None,
+    scale: Scale,
+) -> Shape:
+    """A mixture of experts in every layer, as Qwen3-VL's has it, behind its tower with one deeper level of features."""
+    half = text["head_dim"] // 2
+    section = [half - 2 * (half // 3), half // 3, half // 3]
+    return Shape(
+        name,
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 5_000_000,
+            "max_position_embeddings": 32768,
+            "rope_scaling": {"type": "default", "mrope_section": section},
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            **text,
+        },
+        {
+            "patch_size": 16,
+            "spatial_patch_size": 16,
+            "out_hidden_size": text["hidden_size"],
+            "deepstack_visual_indexes": [1],
+            **vision,
+        },
+        dtype,
+        tie,
+        scale,
+        family="qwen3_vl_moe",
+    )
+
+
 def llava_shape(
     name: str,
     text: dict[str, Any],
@@ -440,6 +477,20 @@ SHAPES = {
         qwen3_5_shape(
             "qwen3.5-small",
             sizes(512, 8, 1536, 8, 2, 16384, **linear_heads(8, 64, 64)),
+            grid_tower_sizes(4, 256, 768, 4, 48),
+            "float32",
+            1e-3,
+            CPU_SCALE,
+        ),
+        experts_shape(
+            "experts-small",
+            sizes(
+                *(512, 6, 2048, 8, 4, 16384),
+                head_dim=64,
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=512,
+            ),
             grid_tower_sizes(4, 256, 768, 4, 48),
             "float32",
             1e-3,

@@ -407,11 +407,59 @@ def paddlex(url: str) -> None:
                 client.create_chat_completion(messages, **how)
 
 
+def lmms_eval(url: str) -> None:
+    """A question with a picture, and one about a video that the server reads itself."""
+    import importlib.abc
+    from importlib.machinery import ModuleSpec
+    from types import SimpleNamespace
+    from unittest.mock import MagicMock
+
+    unused = ("accelerate", "datasets", "decord", "evaluate", "qwen_vl_utils", "torch")
+
+    class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        """Stands for what evaluates, which asks nothing."""
+
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            is_unused = name.partition(".")[0] in unused
+            return ModuleSpec(name, self, is_package=True) if is_unused else None
+
+        def create_module(self, spec: ModuleSpec) -> Any:
+            return MagicMock(name=spec.name, __path__=[], __spec__=spec)
+
+        def exec_module(self, module: Any) -> None:
+            pass
+
+    sys.meta_path.insert(0, Mocks())
+    from accelerate import Accelerator
+
+    Accelerator.return_value.num_processes = 1
+    Accelerator.return_value.local_process_index = 0
+    from lmms_eval.models.chat.openai import OpenAICompatible
+
+    shown = Image.new("RGB", (32, 32), "white")
+    medias = ({"type": "image", "url": shown}, {"type": "video", "url": "/tmp/a.mp4"})
+    for media, by_url in zip(medias, (False, True), strict=True):
+        model = OpenAICompatible(
+            model_version="model",
+            base_url=url + "/v1",
+            api_key="none",
+            max_retries=1,
+            pass_video_url=by_url,
+            enable_thinking_kwarg=False,
+        )
+        model.task_dict = {"task": {"test": [0]}}
+        content = [media, {"type": "text", "text": QUESTION}]
+        turns = [{"role": "user", "content": content}]
+        settings = {"max_new_tokens": 60, "temperature": 0, "until": ["\n\n"]}
+        told = (QUESTION, lambda doc, turns=turns: turns, settings, 0, "task", "test")
+        model.generate_until([SimpleNamespace(args=told)])
+
+
 CLIENTS = {
     one.__name__: one
     for one in (
         *(openai, langchain, litellm, instructor, pydantic_ai, openai_agents, mineru),
-        *(docling, olmocr, marker, paddlex),
+        *(docling, olmocr, marker, paddlex, lmms_eval),
     )
 }
 

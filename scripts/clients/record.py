@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -33,6 +34,19 @@ PYTHON = {
     "olmocr": ("olmocr",),
     "marker": ("marker-pdf",),
     "paddlex": ("paddlex",),
+    "lmms_eval": ("lmms-eval",),
+}
+#: Clients without their dependencies, which are a training stack -> what their requests need of these.
+ALONE = {
+    "lmms_eval": (
+        "openai",
+        "loguru",
+        "python-dotenv",
+        "tqdm",
+        "pydantic",
+        "pytz",
+        "pyyaml",
+    ),
 }
 NODE = {"openai": ("openai",), "ai_sdk": ("ai", "@ai-sdk/openai-compatible")}
 
@@ -50,7 +64,10 @@ def record_python(name: str, folder: Path, listener: Any) -> str:
             "--target",
             str(where),
         ]
-        subprocess.run([*pip, *packages, "pillow"], check=True)
+        needs = ALONE.get(name)
+        alone = [] if needs is None else ["--no-deps"]
+        subprocess.run([*pip, *alone, *packages], check=True)
+        subprocess.run([*pip, *(needs or packages), "pillow"], check=True)
     environment = {
         **os.environ,
         "PYTHONPATH": str(where),
@@ -90,12 +107,20 @@ def record_node(name: str, folder: Path, listener: Any) -> str:
     return f"{first} (npm) {version}"
 
 
-#: Agents whose packages are programs -> the package, and its arguments.
-AGENTS = {
-    "claude_code": ("@anthropic-ai/claude-code", ("claude", "-p", "count to 3")),
-    "codex": (
-        "@openai/codex",
-        ("codex", "exec", "--skip-git-repo-check", "count to 3"),
+#: Agents whose packages are programs -> the package, and its commands. HOME and URL stand for what they name.
+AGENTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "claude_code": ("@anthropic-ai/claude-code", ("claude -p 'count to 3'",)),
+    "codex": ("@openai/codex", ("codex exec --skip-git-repo-check 'count to 3'",)),
+    "cline": (
+        "cline",
+        (
+            "cline auth -p openai-compatible -k none -m model -b URL/v1",
+            "cline -P openai-compatible 'count to 3'",
+        ),
+    ),
+    "continue": (
+        "@continuedev/cli",
+        ("cn --config HOME/continue.yaml -p 'count to 3'",),
     ),
 }
 #: Most characters of a text in an agent's bodies; their instructions are long, and theirs.
@@ -110,11 +135,18 @@ wire_api = "responses"
 request_max_retries = 0
 stream_max_retries = 0
 """
+CONTINUE = """
+name: local
+version: 0.0.1
+schema: v1
+models:
+  - {{name: model, provider: openai, model: model, apiBase: "{url}/v1", apiKey: none, roles: [chat]}}
+"""
 
 
 def record_agent(name: str, folder: Path, listener: Any) -> str:
-    """Record an agent's first question. The listener's answer is not its API's, so it ends there."""
-    package, (program, *arguments) = AGENTS[name]
+    """Record an agent's first question, and what follows a tool. Where the listener's answer is not its API's, it ends."""
+    package, commands = AGENTS[name]
     where = folder / "agents"
     (where / "home" / ".codex").mkdir(parents=True, exist_ok=True)
     if not (where / "node_modules" / package).exists():
@@ -124,6 +156,8 @@ def record_agent(name: str, folder: Path, listener: Any) -> str:
     home = where / "home"
     config = CODEX.format(url=listener.url)
     (home / ".codex" / "config.toml").write_text(config, encoding="utf-8")
+    config = CONTINUE.format(url=listener.url)
+    (home / "continue.yaml").write_text(config, encoding="utf-8")
     environment = {
         **os.environ,
         "HOME": str(home),
@@ -133,20 +167,23 @@ def record_agent(name: str, folder: Path, listener: Any) -> str:
         "CLAUDE_CODE_MAX_RETRIES": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    subprocess.run(
-        [str(where / "node_modules" / ".bin" / program), *arguments],
-        cwd=home,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-        check=False,
-    )
+    for command in commands:
+        told = command.replace("URL", listener.url).replace("HOME", str(home))
+        program, *arguments = shlex.split(told)
+        subprocess.run(
+            [str(where / "node_modules" / ".bin" / program), *arguments],
+            cwd=home,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+            check=False,
+        )
     asked = [one for one in listener.bodies if "tools" in one.get("body", {})]
-    said = json.dumps(asked[:1]).replace(str(home), "/home/user")
+    said = json.dumps(asked[:2]).replace(str(home), "/home/user")
     listener.bodies[:] = cut(json.loads(said))
     package_file = where / "node_modules" / package / "package.json"
     version = json.loads(package_file.read_text())["version"]
-    return f"{package.rpartition('/')[2]} (npm) {version}"
+    return f"{package.removeprefix('@')} (npm) {version}"
 
 
 def cut(value: Any) -> Any:

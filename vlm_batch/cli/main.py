@@ -53,9 +53,11 @@ def main(
     beginning.open_closed_streams()
     beginning.hand_over()
     try:
-        args, unknown = parser().parse_known_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args, unknown = parser().parse_known_args(words)
         if unknown:
             args.parser.refuse(unknown)
+        args.words = words
         if args.command not in OUTLIVING:
             beginning.end_with_terminal()
         blas.limit_threads(max(1, (os.cpu_count() or 1) // 2))

@@ -278,7 +278,9 @@ def add_ending(parser: argparse.ArgumentParser, line: str, verbose: str) -> None
     )
     lines = parser.add_mutually_exclusive_group()
     lines.add_argument(
-        "--quiet", action="store_true", help=f"show no line for each {line}"
+        "--quiet",
+        action="store_true",
+        help="show the totals alone, and the answers only where no file has them",
     )
     lines.add_argument(
         "--verbose", action="store_true", help=f"show a line for each {line}, {verbose}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,9 +25,10 @@ from vlm_batch.cli.job import (
 from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
 from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.cells import Columns
-from vlm_batch.jobs.files import common_folder, is_url
+from vlm_batch.jobs.files import common_folder, is_missing
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import JobRow, Shard, Source
@@ -77,6 +79,17 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         return _run(args, open_batcher, signals)
 
 
+def _check_no_question(paths: Sequence[str]) -> None:
+    """Raise UsageError for a question in the place of a path, which is easily typed there."""
+    for path in paths:
+        is_question = " " in path or path.endswith("?")
+        if is_question and is_missing(path):
+            raise UsageError(
+                f"there is no file {path!r}; a question goes behind --prompt: "
+                f"vlm-batch run PICTURES --prompt {shlex.quote(path)}"
+            )
+
+
 def _signals(args: argparse.Namespace) -> Signals:
     """Return how signals end the job: one that keeps its answers outlives its terminal."""
     file = None if args.out == "-" else args.out
@@ -104,6 +117,7 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
         split=args.split,
         own_prompts=not (args.prompt or args.prompt_file),
     )
+    _check_no_question(args.paths)
     sources, found = open_sources(args.paths, reading)
     say_skipped(found)
     is_kept = args.out is not None or args.sidecar is not None
@@ -191,6 +205,7 @@ def _answer(
         says_prompt=bool(args.prompt or args.prompt_file),
         label=_labels(sources),
         answers_in=file,
+        only_here=target is None and args.sidecar is None,
         goes_on=is_kept,
     )
     summary = run_shown(job, args, open_batcher, view, signals)
@@ -320,7 +335,7 @@ def _picture_file(row: JobRow) -> str:
     if row.load is not None or len(row.sources) != 1:
         return ""
     (file,) = row.sources
-    return file if isinstance(file, str) and not is_url(file) else ""
+    return file if isinstance(file, str) and not is_address(file) else ""
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

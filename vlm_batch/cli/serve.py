@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import sample_model
+from vlm_batch.cli import launchd
 from vlm_batch.cli.model import (
     OpenBatcher,
     UsageError,
@@ -56,6 +58,8 @@ EVERYDAY = (
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     """Serve until told to stop; return 2 if it could not begin."""
+    if args.launchd:
+        return _print_agent(args, os.environ)
     try:
         from vlm_batch.server.run import serve
     except ModuleNotFoundError as error:
@@ -68,6 +72,27 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _print_agent(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Print launchd's property list for this command. Raises UsageError."""
+    if args.api_key or environment.get(API_KEY):
+        raise UsageError(
+            f"a property list is no place for a key, and launchd does not know {API_KEY}: "
+            "write the key into a file that only you can read, and name it with --keys FILE"
+        )
+    try:
+        port = config_of(args, environment).port
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    listed = launchd.property_list(args.words, port, environment)
+    sys.stdout.write(listed.decode())
+    file = f"~/Library/LaunchAgents/{launchd.label_of(port)}.plist"
+    print(
+        f"vlm-batch: as {file}, this begins with: launchctl bootstrap gui/$(id -u) {file}",
+        file=sys.stderr,
+    )
+    return 0
 
 
 def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -115,7 +140,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_network(parser.add_argument_group("network"))
     _add_media(parser.add_argument_group("what requests may bring"))
     _add_files(parser.add_argument_group("files and batches"))
+    _add_responses(parser.add_argument_group("responses"))
     _add_limits(parser.add_argument_group("limits"))
+    agent = "print a property list by which macOS keeps this command running, and serve nothing"
+    parser.add_argument(launchd.FLAG, action="store_true", help=agent)
 
 
 def _say(
@@ -277,6 +305,16 @@ def _add_files(group: argparse._ArgumentGroup) -> None:
     upload = "of one file (default: 200)"
     _say(group, "--files-gb", "max_files", most, type=_gigabytes, metavar="GB")
     _say(group, "--max-upload-mb", "max_upload", upload, type=_megabytes, metavar="MB")
+
+
+def _add_responses(group: argparse._ArgumentGroup) -> None:
+    folder = "keep responses in this folder (default: in memory, until the server ends)"
+    group.add_argument("--responses", type=_folder, metavar="FOLDER", help=folder)
+    most = "of all responses in the folder (default: 10)"
+    _say(group, "--responses-gb", "max_responses", most, type=_gigabytes, metavar="GB")
+    memory = "of responses in memory (default: 512)"
+    flag, name = "--responses-memory-mb", "max_kept"
+    _say(group, flag, name, memory, type=_megabytes, metavar="MB")
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:

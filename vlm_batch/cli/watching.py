@@ -8,18 +8,21 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
-    TextColumn,
+    Task,
     TimeElapsedColumn,
 )
 from rich.table import Column, Table
@@ -43,14 +46,90 @@ STATUS_STYLES = {
 PLAIN_SECONDS = 60.0
 #: Most rows with a line for each answer, and of the table at the end if a file has the answers.
 SHOWN_ROWS = 100
+#: How far an estimate moves in a share of the time that a job has run.
+MOVED = 2.0
 #: Rows from which totals include a histogram, stages and failures.
 FIGURES_FROM = 12
 #: Most characters shown of a name, of a question, and of an answer that a file has or of an error.
 MAX_NAME, MAX_QUESTION, MAX_ANSWER = 200, 400, 4000
 
 
+class _Parts:
+    """As many parts of a line as there is room for; only the first may be cut."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = parts
+
+    def __rich_measure__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Measurement:
+        return Measurement(1, options.max_width)
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        said = self._parts[0]
+        for part in self._parts[1:]:
+            longer = f"{said}, {part}"
+            if len(longer) > options.max_width:
+                break
+            said = longer
+        yield Text(said, no_wrap=True, overflow="ellipsis")
+
+
+class _PartsColumn(ProgressColumn):
+    """Shows what ``parts`` returns, anew at each refresh."""
+
+    def __init__(self, parts: Callable[[], Sequence[str]]) -> None:
+        super().__init__(Column(ratio=1, no_wrap=True))
+        self._parts = parts
+
+    def render(self, task: Task) -> _Parts:  # type: ignore[override]
+        return _Parts(self._parts())
+
+
+class Remaining:
+    """Estimates the seconds that a job has left.
+
+    Short answers end first, so there is no estimate before as many rows have ended as are under way. Rows end in
+    bursts, so what one says counts by the time until the next.
+    """
+
+    def __init__(self) -> None:
+        self._end: float | None = None
+        self._latest = self._at = 0.0
+
+    def update(self, summary: Summary, in_flight: int) -> None:
+        """Count a row that has ended."""
+        ended, asked = summary.ended_rows, summary.asked_rows
+        if asked is None or ended < in_flight:
+            return
+        now = summary.seconds
+        latest = now * asked / ended
+        self._end = latest if self._end is None else self._moved(self._end, now)
+        self._latest, self._at = latest, now
+
+    def _moved(self, end: float, now: float) -> float:
+        share = min(1.0, MOVED * (now - self._at) / now)
+        return end + share * (self._latest - end)
+
+    def seconds(self, summary: Summary, now: float) -> float | None:
+        """Return the seconds left ``now`` seconds after the beginning; None if nobody knows."""
+        asked = summary.asked_rows
+        if self._end is None or not asked:
+            return None
+        # a row that takes longer than all before is waited for
+        least = now * (asked - summary.ended_rows) / asked
+        return max(least, self._moved(self._end, now) - now)
+
+
 class JobView(Watch):
-    """Shows a job; a context manager around the work, then ``show``."""
+    """Shows a job; a context manager around the work, then ``show``.
+
+    Args:
+        only_here: Nothing else has the answers, so a table shows them, however many there are.
+        goes_on: ``--resume`` can go on from what was written.
+    """
 
     def __init__(
         self,
@@ -61,6 +140,7 @@ class JobView(Watch):
         says_prompt: bool = False,
         label: Callable[[JobRow], str] = lambda row: row.id,
         answers_in: str | None = None,
+        only_here: bool = False,
         goes_on: bool = False,
     ) -> None:
         self._quiet = quiet
@@ -72,6 +152,7 @@ class JobView(Watch):
         self._says_prompt = says_prompt
         self._label = label
         self._answers_in = answers_in
+        self._only_here = only_here
         self._goes_on = goes_on
         # the bar puts others in their place
         self._stdout, self._stderr = table_to, sys.stderr
@@ -81,17 +162,12 @@ class JobView(Watch):
         self._in_flight = 0
         self._is_over = threading.Event()
         self._plain = threading.Thread(target=self._say_plainly, daemon=True)
-        said = TextColumn(
-            "{task.description}",
-            markup=False,
-            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-        )
         columns = (
             SpinnerColumn(),
             BarColumn(16),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            said,
+            _PartsColumn(self.parts),
         )
         self._bar = Progress(
             *columns,
@@ -100,8 +176,9 @@ class JobView(Watch):
             transient=True,
             expand=True,
         )
+        self._remaining = Remaining()
         self._stage = "reading the rows"
-        self._task = self._bar.add_task(self._stage, total=None)
+        self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> JobView:
         self._bar.start()
@@ -127,7 +204,6 @@ class JobView(Watch):
 
     def counted(self, rows: int) -> None:
         self._stage = f"reading the rows: {rows:,}"
-        self._bar.update(self._task, description=self._stage)
 
     def planned(self, plan: Plan) -> None:
         if plan.done or plan.failed_before:
@@ -155,15 +231,14 @@ class JobView(Watch):
         if plan.left is not None and plan.left > SHOWN_ROWS:
             self._say_how_long(f"{plan.left} rows: no line for each")
         self._stage = "loading the model"
-        self._bar.update(self._task, total=plan.left, description=self._stage)
+        self._bar.update(self._task, total=plan.left)
 
     def began(self, batcher: Batcher, summary: Summary) -> None:
         self._summary, self._has_begun = summary, True
-        self._bar.update(self._task, description="answering")
 
     def ended(self, item: Item, result: Result, in_flight: int) -> None:
         self._in_flight = in_flight
-        if self._answers_in is None or len(self._rows) <= SHOWN_ROWS:
+        if self._only_here or len(self._rows) <= SHOWN_ROWS:
             self._rows.append((item, result))
         if self._is_shown(result):
             line = Text.assemble(
@@ -177,9 +252,8 @@ class JobView(Watch):
                 self._err.print(
                     line, no_wrap=not is_wide, overflow="ellipsis", soft_wrap=is_wide
                 )
-        self._bar.update(
-            self._task, completed=self._summary.ended_rows, description=self.progress()
-        )
+        self._remaining.update(self._summary, in_flight)
+        self._bar.update(self._task, completed=self._summary.ended_rows)
 
     def _is_shown(self, result: Result) -> bool:
         """Whether an answer gets a line; long jobs show only new kinds of failure."""
@@ -218,25 +292,31 @@ class JobView(Watch):
         return f"{done} of {asked}" if asked is not None else f"{done} done"
 
     def progress(self) -> str:
+        return ", ".join(self.parts())
+
+    def parts(self) -> list[str]:
+        """Return the stage, or the figures of a job under way; a narrow terminal shows the first of them."""
+        if not self._has_begun:
+            return [self._stage]
         summary = self._summary
+        if not summary.ended_rows:
+            return ["answering"]
         seconds = summary.seconds
         parts = [f"{summary.failed} failed"] if summary.failed else []
-        # first: a narrow terminal cuts the end off
-        if summary.asked_rows is not None and summary.ended_rows:
-            left = summary.asked_rows - summary.ended_rows
-            parts.append(f"{spell_seconds(left * seconds / summary.ended_rows)} left")
-        parts.append(f"{self._in_flight} in flight")
+        left = self._remaining.seconds(summary, time.perf_counter() - summary.began)
+        if left is not None:
+            parts.append(f"{spell_seconds(left)} left")
         if summary.pictures:
             parts.append(f"{summary.pictures / seconds:.1f} pictures/s")
         parts.append(f"{summary.tokens / seconds:.0f} tokens/s")
+        parts.append(f"{self._in_flight} in flight")
+        parts.append(spell_memory())
         if summary.cached_tokens:
-            parts.append(
-                f"{summary.cached_tokens / summary.prompt_tokens:.0%} of prompts cached"
-            )
+            cached = summary.cached_tokens / summary.prompt_tokens
+            parts.append(f"{cached:.0%} of prompts cached")
         if summary.busy_share is not None:
             parts.append(f"engine busy {summary.busy_share:.0%}")
-        parts.append(spell_memory())
-        return ", ".join(parts)
+        return parts
 
     # ---- at the end ----
 
@@ -247,20 +327,28 @@ class JobView(Watch):
             self._out.print(
                 f"nothing is left to ask: {count_of(summary.done_before, 'row')} answered before"
             )
-        elif self._answers_in is None or len(self._rows) <= SHOWN_ROWS:
+        has_table = not has_nothing_left and self._has_table()
+        if has_table:
             self._out.print(self._table())
         if summary.interrupted or not has_nothing_left:
             self._out.print(self._totals(summary), soft_wrap=True)
         for said in self._advice(summary):
             self._out.print(Text(said), soft_wrap=True)
-        if summary.ended_rows >= FIGURES_FROM:
+        if summary.ended_rows >= FIGURES_FROM and not self._quiet:
             self._show_figures(summary)
+        if summary.failed and not has_table:
+            self._out.print(_reasons(summary))
         if self._answers_in is not None:
             said = plain_text(f"answers: {self._answers_in}")
             self._out.print(Text(said), soft_wrap=True)
 
+    def _has_table(self) -> bool:
+        if self._only_here:
+            return True
+        return not self._quiet and len(self._rows) <= SHOWN_ROWS
+
     def _show_figures(self, summary: Summary) -> None:
-        for part in (_latencies(summary), _stages(summary), _reasons(summary)):
+        for part in (_seconds_in_batch(summary), _stages(summary)):
             if part is not None:
                 self._out.print(part)
         if summary.busy_share is not None:
@@ -290,8 +378,8 @@ class JobView(Watch):
             )
 
     def _answer(self, result: Result) -> Text:
-        """Return an answer, whole where no file has it."""
-        return answer_text(result, None if self._answers_in is None else MAX_ANSWER)
+        """Return an answer, whole where nothing else has it."""
+        return answer_text(result, None if self._only_here else MAX_ANSWER)
 
     def _table(self) -> Table:
         rows = sorted(self._rows, key=lambda row: row[0].number)
@@ -347,26 +435,21 @@ class JobView(Watch):
             count_of(summary.failed, "error"),
             style="red" if summary.failed else "green",
         )
-        rate = summary.tokens / summary.seconds
-        totals.append(
-            f", {count_of(summary.tokens, 'token')} in {summary.seconds:.2f} s, {rate:.1f} tokens/s"
-        )
+        took, rate = summary.seconds, summary.tokens / summary.seconds
+        each = f"{took / max(1, done):.2g} s a request, {rate:.1f} tokens/s"
+        totals.append(f", {count_of(summary.tokens, 'token')} in {took:.2f} s: {each}")
         if summary.interrupted:
             totals.append(" (interrupted)", style="yellow")
         return totals
 
 
-def _latencies(summary: Summary) -> Table | None:
-    buckets = summary.latencies.filled()
+def _seconds_in_batch(summary: Summary) -> Group | None:
+    buckets = summary.in_batch.filled()
     if not buckets:
         return None
-    half, most = summary.latencies.quantile(0.5), summary.latencies.quantile(0.95)
-    table = Table(
-        title=f"seconds a row (half under {half:.2g}, 95 % under {most:.2g})",
-        title_justify="left",
-        box=None,
-        show_header=False,
-    )
+    half, most = summary.in_batch.quantile(0.5), summary.in_batch.quantile(0.95)
+    said = f"(half within {half:.2g}, 95 % within {most:.2g})"
+    table = Table(box=None, show_header=False)
     largest = max(count for _, _, count in buckets)
     for least, high, count in buckets:
         bar = "#" * max(1 if count else 0, round(40 * count / largest))
@@ -375,7 +458,8 @@ def _latencies(summary: Summary) -> Table | None:
             bar,
             Text(str(count), justify="right"),
         )
-    return table
+    title = f"seconds of a row in the batch, which it shares {said}"
+    return Group(Text(title, style="italic"), table)
 
 
 def _stages(summary: Summary) -> Table | None:
@@ -392,9 +476,7 @@ def _stages(summary: Summary) -> Table | None:
     return table
 
 
-def _reasons(summary: Summary) -> Table | None:
-    if not summary.failed:
-        return None
+def _reasons(summary: Summary) -> Table:
     table = Table(
         title="failures, by the first of each kind",
         title_justify="left",

@@ -29,7 +29,7 @@ from vlm_batch.types import Event, Request, Stats, failed_result
 
 if TYPE_CHECKING:
     from vlm_batch.inputs.loaders import Loaders
-    from vlm_batch.inputs.prepare import Question
+    from vlm_batch.inputs.question import Question
 
 _log = logging.getLogger(__name__)
 

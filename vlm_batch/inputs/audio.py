@@ -267,10 +267,15 @@ def _announced(data: bytes, frames: int) -> int:
     """Return the samples that a wav or aiff file's header says; ``frames`` are those that libsndfile finds."""
     if data.startswith(b"FORM"):
         return _announced_by_aiff(data, frames)
-    if not data.startswith((b"RIFF", b"RIFX", b"RF64")):
-        return frames
-    order: Literal["big", "little"] = "big" if data.startswith(b"RIFX") else "little"
-    long = 0
+    if data.startswith(b"RIFX"):
+        return _announced_by_wav(data, frames, "big")
+    if data.startswith((b"RIFF", b"RF64")):
+        return _announced_by_wav(data, frames, "little")
+    return frames
+
+
+def _announced_by_wav(data: bytes, frames: int, order: Literal["big", "little"]) -> int:
+    long = 0  # what a file of more than 4 GB says
     for at, kind, size in _chunks(data, order):
         if kind == b"ds64":
             long = int.from_bytes(data[at + 16 : at + 24], order)
@@ -282,7 +287,9 @@ def _announced(data: bytes, frames: int) -> int:
 
 def _in_proportion(frames: int, said: int, held: int) -> int:
     """Return how many samples were in ``said`` bytes, if fewer are left that hold ``frames``."""
-    return frames * said // held if 0 < held < said else frames
+    if 0 < held < said:
+        return frames * said // held
+    return frames
 
 
 def _chunks(
@@ -319,12 +326,11 @@ def _check_header(name: str, frames: int, rate: int, channels: int) -> None:
 
 
 def _decoded(file: Any, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]:
+    num_frames = max(1, _BLOCK // file.channels)
     while True:
         cancelled.check()
         try:
-            block = file.read(
-                max(1, _BLOCK // file.channels), dtype="float32", always_2d=True
-            )
+            block = file.read(num_frames, dtype="float32", always_2d=True)
         except Exception as error:
             raise InvalidAudio(f"{name} cannot be decoded: {_said(error)}") from error
         if not len(block):
@@ -394,7 +400,9 @@ class _Resampled:
 
     def next(self, block: np.ndarray) -> np.ndarray:
         """Return the samples that are ready."""
-        return block if self._stream is None else self._stream.resample_chunk(block)
+        if self._stream is None:
+            return block
+        return self._stream.resample_chunk(block)
 
     def rest(self) -> np.ndarray:
         nothing = np.zeros(0, np.float32)
@@ -406,4 +414,6 @@ class _Resampled:
 def _said(error: Exception) -> str:
     from soundfile import LibsndfileError  # here: only recordings need it
 
-    return error.error_string if isinstance(error, LibsndfileError) else describe(error)
+    if isinstance(error, LibsndfileError):
+        return error.error_string
+    return describe(error)

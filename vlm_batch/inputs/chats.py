@@ -81,22 +81,28 @@ def split_messages(
     A bare ``{"type": "image"}`` part uses the next of the request's own ``media``. The last user turn gets the rest. A
     video's sound follows it, as a ``Track`` among the recordings.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise InvalidPrompt(
-            f"messages is of type {type(messages).__name__}; a list of messages is expected"
-        )
-    if not messages:
-        raise InvalidPrompt("the chat has no messages")
+    _check_are_messages(messages)
     kinds = list(map(Media, KINDS, map(iter, media)))
     turns = [_turn(message, kinds) for message in messages]
     left = [list(taken.spare) for taken in kinds]
     last = _last_of_user(turns)
-    if last is not None and any(map(has_sound, left[1])):
+    is_heard = any(map(has_sound, left[1]))
+    if last is not None and is_heard:
         _place_before(last, kinds, left)
     else:
         for taken, spare in zip(kinds, left, strict=True):
             taken.ordered += spare
     return list[Message](turns), [taken.ordered for taken in kinds]
+
+
+def _check_are_messages(messages: Any) -> None:
+    is_text = isinstance(messages, (str, bytes))
+    if is_text or not isinstance(messages, Sequence):
+        raise InvalidPrompt(
+            f"messages is of type {type(messages).__name__}; a list of messages is expected"
+        )
+    if not messages:
+        raise InvalidPrompt("the chat has no messages")
 
 
 def _place_before(
@@ -121,7 +127,9 @@ def _last_of_user(turns: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _parts_of(content: Any) -> list[Any]:
     """Return a turn's content as parts."""
-    return content if isinstance(content, list) else [_text_part(content)]
+    if isinstance(content, list):
+        return content
+    return [_text_part(content)]
 
 
 def _text_part(text: Any) -> dict[str, Any]:
@@ -135,13 +143,7 @@ def has_sound(video: Any) -> bool:
 
 def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
     """Check a message; its content becomes text, or text parts and markers."""
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise InvalidPrompt('every message must be a mapping with "role" and "content"')
-    role = message["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidPrompt(
-            f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}"
-        )
+    role = _role_of(message)
     if "content" not in message and role != "assistant":
         raise InvalidPrompt(
             f'a message of the role {role} has no "content"; it has {sorted(map(str, message))}'
@@ -153,9 +155,21 @@ def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
             f"a message has {stray[0]!r}, which no model would see: its pictures and videos are parts of its content, "
             f'{{"type": "image", "image": ...}}, or the request\'s images= and videos='
         )
-    if role == "assistant" and message.get("tool_calls") is not None:
-        turn["tool_calls"] = list(map(_tool_call, _listed(message["tool_calls"])))
+    calls = message.get("tool_calls")
+    if role == "assistant" and calls is not None:
+        turn["tool_calls"] = list(map(_tool_call, _listed(calls)))
     return turn
+
+
+def _role_of(message: Any) -> str:
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise InvalidPrompt('every message must be a mapping with "role" and "content"')
+    role = message["role"]
+    if isinstance(role, str) and role in ROLES:
+        return role
+    raise InvalidPrompt(
+        f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}"
+    )
 
 
 def _content(message: Mapping[Any, Any], media: Sequence[Media]) -> Any:
@@ -177,8 +191,13 @@ def _content(message: Mapping[Any, Any], media: Sequence[Media]) -> Any:
 
 def _stray(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     """Return the names that mean a picture or video, are not known, and have a value."""
-    names = [key for key in given if key not in known and not _is_nothing(given[key])]
-    return list(filter(says_media, map(str, names)))
+    stray = []
+    for key, value in given.items():
+        if key in known or _is_nothing(value):
+            continue
+        if says_media(str(key)):
+            stray.append(str(key))
+    return stray
 
 
 def _is_nothing(value: Any) -> bool:
@@ -200,7 +219,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise InvalidPrompt(f"a tool call is {shown(call)}; a mapping is expected")
     function = call.get("function", call)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
         raise InvalidPrompt(
             f"a tool call is {shown(call)}; it needs a function with a name"
         )
@@ -225,14 +245,18 @@ def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
     """Convert a part for templates."""
     if isinstance(part, str):
         return [part]
-    if not isinstance(part, Mapping) or "type" not in part:
-        raise InvalidPrompt('every content part must be a mapping with "type"')
-    kind = part["type"]
+    kind = _type_of(part)
     for taken in media:
-        if isinstance(kind, str) and kind in taken.kind.parts:
+        if kind in taken.kind.parts:
             return _marked(part, taken, media[-1])
     _check_text(part, media)
     return [part]
+
+
+def _type_of(part: Any) -> Any:
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise InvalidPrompt('every content part must be a mapping with "type"')
+    return part["type"]
 
 
 def _marked(part: Mapping[str, Any], taken: Media, recordings: Media) -> list[Any]:
@@ -247,7 +271,7 @@ def _marked(part: Mapping[str, Any], taken: Media, recordings: Media) -> list[An
 
 def _check_text(part: Mapping[str, Any], media: Sequence[Media]) -> None:
     kind = part["type"]
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+    if kind not in _TEXT_PARTS:
         known = [*_TEXT_PARTS]
         for taken in media:
             known += taken.kind.parts
@@ -268,10 +292,10 @@ def _check_text(part: Mapping[str, Any], media: Sequence[Media]) -> None:
 
 def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
     """Return a part's medium with its options; None for a bare part."""
-    given = {key: value for key, value in part.items() if value is not None}
     if kind.marker == "audio":
         return _recording(_given(part, kind.keys)[1])
     payload = _payload(part, kind.keys)
+    given = {key: value for key, value in part.items() if value is not None}
     if kind.marker == "video":
         return _with_options(payload, part.keys() - {"type", *kind.keys}, given)
     sized = sorted(_PICTURE_SIZES & given.keys())
@@ -314,17 +338,19 @@ def _payload(part: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 def _recording(named: Any) -> Any:
+    """Return a recording of a part: OpenAI's mapping has its bytes in base64, others its address."""
     if not isinstance(named, Mapping) or not {"url", "data"} & named.keys():
         return named
-    payload = named.get("data", named.get("url"))
+    data = named.get("data")
+    payload = named.get("url") if data is None else data
     if not isinstance(payload, str):
         raise InvalidPrompt(
             f"a recording part has the data {shown(payload)}; base64 is expected"
         )
-    if "data" in named and not is_data_uri(payload):
-        # the bytes say which format they are of
-        return f"data:audio;base64,{payload}"
-    return payload
+    if data is None or is_data_uri(payload):
+        return payload
+    # the bytes say which format they are of
+    return f"data:audio;base64,{payload}"
 
 
 def _with_options(payload: Any, named: Set[str], given: Mapping[str, Any]) -> Any:
@@ -334,15 +360,15 @@ def _with_options(payload: Any, named: Set[str], given: Mapping[str, Any]) -> An
         raise InvalidPrompt(
             f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}"
         )
-    options = [key for key in given if key in named]
-    if not options:
+    said = {_VIDEO_OPTIONS[key]: given[key] for key in given if key in named}
+    if not said:
         return payload
     if payload is None:
         raise InvalidPrompt(
             "a video part without a video says how it is sampled; say so in videos=[Video(...)]"
         )
-    said = {_VIDEO_OPTIONS[key]: given[key] for key in options}
-    return replace(payload if isinstance(payload, Video) else Video(payload), **said)
+    video = payload if isinstance(payload, Video) else Video(payload)
+    return replace(video, **said)
 
 
 def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]]:
@@ -406,8 +432,6 @@ def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
 def _plain(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return _text_part(part)
-    if not isinstance(part, Mapping) or "type" not in part:
-        raise InvalidPrompt('every content part must be a mapping with "type"')
-    if part["type"] in ("input_text", "output_text"):
+    if _type_of(part) in ("input_text", "output_text"):
         return _text_part(part.get("text", ""))
     return dict(part)

@@ -129,7 +129,9 @@ def _said(message: str) -> str:
     if "password" in message.lower():
         return f"{message} It opens with a password alone; save a copy without one"
     # what PDFium says of a document without pages (``_forget_error``); the library itself looks for missing files
-    return _NO_PAGES if "File access error" in message else message
+    if "File access error" in message:
+        return _NO_PAGES
+    return message
 
 
 def _render(path: str, number: int, dpi: int, longest: int | None) -> Image.Image:

@@ -136,9 +136,14 @@ def is_data_uri(source: Any) -> bool:
 
 
 def is_url(source: Any) -> bool:
-    return isinstance(source, str) and source[:8].lower().startswith(
-        ("http://", "https://")
-    )
+    if not isinstance(source, str):
+        return False
+    return source[:8].lower().startswith(("http://", "https://"))
+
+
+def is_address(source: Any) -> bool:
+    """Return whether a source is a URL or a data URI, and so no path."""
+    return is_url(source) or is_data_uri(source)
 
 
 def fetch(
@@ -159,7 +164,7 @@ def fetch_to_file(
     A local file's first byte is read, to notice a hanging drive.
     """
     cancelled = cancelled or Cancelled()
-    if not is_data_uri(source) and not is_url(source):
+    if not is_address(source):
         path = local_path(source, policy)
         with _opened(path, shown(source)) as file:
             file.read(1)

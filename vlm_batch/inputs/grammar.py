@@ -24,12 +24,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from vlm_batch.checks import check_regexes, check_schema
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.inputs.processors import copy_for_thread
 from vlm_batch.runtime import threads
+from vlm_batch.schemas import check_regexes, check_schema
 from vlm_batch.types import SamplingParams
 
 #: Most compiled forms to keep, and their total compile time in seconds. llguidance does not report its memory; it grows by
@@ -222,7 +222,9 @@ def _held_by(value: Any) -> Iterable[Any]:
     """Return the values within a parsed list or object."""
     if isinstance(value, dict):
         return value.values()
-    return value if isinstance(value, list) else ()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def check_form(params: SamplingParams) -> None:
@@ -296,7 +298,9 @@ class Forms:
             with self._lock:
                 _keep(self._checked, text, said)
         _raise_for(params, said)
-        return len(text) if found is None or not found.done() else 0
+        if found is None or not found.done():
+            return len(text)
+        return 0
 
     def compiled(
         self, params: SamplingParams, cancelled: Cancelled, client: int = 0
@@ -435,4 +439,6 @@ def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
 def _said(text: str) -> str:
     """Return llguidance's message alone."""
     said = " ".join(text.partition("<state>")[0].split())
-    return said if len(said) <= 300 else f"{said[:300]}..."
+    if len(said) <= 300:
+        return said
+    return f"{said[:300]}..."

@@ -27,8 +27,7 @@ from vlm_batch.inputs.fetch import (
     RecalledUri,
     Unreadable,
     fetch,
-    is_data_uri,
-    is_url,
+    is_address,
     name_medium,
 )
 from vlm_batch.types import FetchPolicy, ImageInput
@@ -178,7 +177,7 @@ def size_of_file(path: str) -> tuple[int, int] | None:
 
 def names_picture(text: str) -> bool:
     """Whether a text looks like a picture's address or file name."""
-    if is_url(text) or is_data_uri(text):
+    if is_address(text):
         return True
     return text.lower().endswith(tuple(picture_suffixes()))
 
@@ -198,17 +197,18 @@ def own_image(source: ImageInput) -> ImageInput:
         return source.getvalue()
     if isinstance(source, (bytearray, memoryview)):
         return bytes(source)
+    is_file = isinstance(source, io.IOBase) and not isinstance(source, io.TextIOBase)
+    if not is_file and not isinstance(source, Image.Image):
+        return _own_array(source)
     try:
-        if isinstance(source, Image.Image):
-            return _own_pillow(source)
-        if isinstance(source, io.IOBase) and not isinstance(source, io.TextIOBase):
+        if is_file:
             return bytes(source.read())
+        return _own_pillow(source)
     except BaseException as error:
         pass_on_ctrl_c(error)
         raise InvalidImage(
             f"{describe_source(source)} cannot be decoded: {_said(error)}"
         ) from error
-    return _own_array(source)
 
 
 def _own_array(source: Any) -> np.ndarray:
@@ -219,7 +219,8 @@ def _own_array(source: Any) -> np.ndarray:
         raise InvalidImage(
             f"{describe_source(source)} is no path, bytes, PIL image or array ({type(error).__name__}: {_said(error)})"
         ) from error
-    if array.dtype.kind not in "USO" and array.ndim > 0 and not is_table(source):
+    are_numbers = array.ndim > 0 and array.dtype.kind not in "USO"
+    if are_numbers and not is_table(source):
         return array
     hint = ""
     if isinstance(source, io.TextIOBase):
@@ -233,10 +234,8 @@ def _own_array(source: Any) -> np.ndarray:
 
 def pass_on_ctrl_c(error: BaseException) -> None:
     """Raise the main thread's KeyboardInterrupt again."""
-    if (
-        isinstance(error, KeyboardInterrupt)
-        and threading.current_thread() is threading.main_thread()
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and isinstance(error, KeyboardInterrupt):
         raise error
 
 
@@ -246,9 +245,10 @@ _PILLOW_LOCK = threading.Lock()
 
 def _own_pillow(image: Image.Image) -> ImageInput:
     with _PILLOW_LOCK:
-        data = _file_bytes(image) if isinstance(image, ImageFile.ImageFile) else None
-        if data is not None:
-            return data
+        if isinstance(image, ImageFile.ImageFile):
+            data = _file_bytes(image)
+            if data is not None:
+                return data
         if 0 in image.size:
             return image
         copy = image.copy()
@@ -262,9 +262,7 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         return None
     if image.fp is None:
         raise InvalidImage("the picture was closed before it was decoded")
-    # of which the caller has opened one
-    is_of_pages = image.format == "TIFF" and getattr(image, "n_frames", 1) > 1
-    if image.tell() != 0 or is_of_pages:
+    if image.tell() != 0 or _is_one_of_several(image):
         return None
     position = image.fp.tell()
     try:
@@ -274,19 +272,26 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         image.fp.seek(position)
     with opened(BytesIO(data)) as again:
         is_same = (again.size, again.mode) == (image.size, image.mode)
-    return data if is_same else None
+    if is_same:
+        return data
+    return None
+
+
+def _is_one_of_several(image: Image.Image) -> bool:
+    """Whether a picture is the page of a TIFF that the caller has opened."""
+    return image.format == "TIFF" and getattr(image, "n_frames", 1) > 1
 
 
 def count_pixels(source: ImageInput) -> int:
     """Return the pixels in the header of a picture in memory, else 0."""
+    if isinstance(source, Fetched):
+        source = source.data
     try:
         if isinstance(source, (Image.Image, RecalledUri)):
             return math.prod(source.size)
         if isinstance(source, np.ndarray):
             height, width = source.shape[:2]
             return int(height * width)
-        if isinstance(source, Fetched):
-            source = source.data
         if isinstance(source, bytes):
             return _count_in_file(source)
     except Exception:  # whoever decodes it will say what is wrong
@@ -360,9 +365,8 @@ def opened(source: Any) -> Image.Image:
                 heif.add_reader()
             source.seek(0)
             # of the formats that are read, those that this Pillow has, with what plugins have registered since
-            return Image.open(
-                source, formats=[name for name in FORMATS if name in Image.OPEN]
-            )
+            formats = list(filter(Image.OPEN.__contains__, FORMATS))
+            return Image.open(source, formats=formats)
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 
@@ -408,10 +412,11 @@ def picture_suffixes() -> frozenset[str]:
     """Return the suffixes of pictures that can be read here."""
     Image.init()
     readable = set(FORMATS).intersection(Image.OPEN)
-    suffixes = heif.SUFFIXES if heif.INSTALLED else ()
-    return frozenset(
-        suffix for suffix, name in Image.EXTENSION.items() if name in readable
-    ).union(suffixes)
+    suffixes = set(heif.SUFFIXES if heif.INSTALLED else ())
+    for suffix, name in Image.EXTENSION.items():
+        if name in readable:
+            suffixes.add(suffix)
+    return frozenset(suffixes)
 
 
 def _said(error: BaseException) -> str:
@@ -426,8 +431,8 @@ def _from_array(source: Any) -> Image.Image:
         raise InvalidImage(
             f"{describe_source(source)} is no path, bytes, PIL image or array"
         ) from error
-    has_channels = array.ndim == 3 and array.shape[2] in (3, 4)
-    is_picture = array.ndim == 2 or has_channels
+    channels = array.shape[2:]
+    is_picture = array.ndim in (2, 3) and channels in ((), (3,), (4,))
     if not is_picture or array.dtype.kind not in "buif":
         raise InvalidImage(
             f"an array of shape {array.shape} and type {array.dtype} is no picture: "
@@ -458,29 +463,32 @@ def _lie_within(array: np.ndarray, least: int, most: int) -> bool:
     return bool(array.min() >= least and array.max() <= most)
 
 
+#: Ranges of grey, and the white of each.
+_WHITES_OF_FLOATS = ((-0.5, 1.5, 1.0), (0, 255, 255.0))
+_WHITES_OF_INTEGERS = ((0, 255, 255.0), (0, 65535, 65535.0))
+
+
 def _range_of(values: np.ndarray) -> tuple[float, float]:
     """Return black and white of grey in floats or more than 8 bits.
 
     These are 0 and 1, 255 or 65,535, else the minimum and maximum. Resampled floats may overshoot 0..1.
     """
     low, high = float(values.min()), float(values.max())
-    whites: list[tuple[float, float, float]] = [(0, 255, 255.0)]
-    if values.dtype.kind == "f":
-        whites.insert(0, (-0.5, 1.5, 1.0))
-    else:
-        whites.append((0, 65535, 65535.0))
+    whites = _WHITES_OF_FLOATS if values.dtype.kind == "f" else _WHITES_OF_INTEGERS
     for least, most, white in whites:
-        if low >= least and high <= most:
+        if least <= low and high <= most:
             return 0.0, white
     return low, max(high, low + 1)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":
+    mode = image.mode
+    if mode == "F" or mode.startswith("I"):
         image = _with_grey_scaled(image)
-    elif image.mode in ("La", "RGBa"):
-        image = image.convert(image.mode.upper())
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    elif mode in ("La", "RGBa"):
+        image = image.convert(mode.upper())
+    is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    if is_transparent:
         return _on_white(image)
     return image.convert("RGB")
 

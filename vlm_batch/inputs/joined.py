@@ -117,30 +117,38 @@ def _end_of(data: bytes, at: int, kind: str) -> int:
 def _chunk_starts(data: bytes, cancelled: Cancelled) -> Iterator[int]:
     """Yield the beginnings of chunks of the first one's kind, one behind another."""
     at, kind = 0, data[:4]
+    order: Literal["big", "little"] = "big"
+    if kind == b"RIFF":
+        order = "little"
     while data.startswith(kind, at) and len(data) >= at + 12:
         cancelled.check()
         yield at
-        size = int.from_bytes(
-            data[at + 4 : at + 8], "little" if kind == b"RIFF" else "big"
-        )
+        size = int.from_bytes(data[at + 4 : at + 8], order)
         at += 8 + size + size % 2
 
 
 def _behind_tags(data: bytes, at: int) -> int:
     """Return where ID3 and APE tags at ``at`` end."""
     for _ in range(_MAX_TAGS):
-        if data.startswith(b"ID3", at) and len(data) >= at + _ID3_HEAD:
-            size = 0
-            for byte in data[at + 6 : at + _ID3_HEAD]:
-                size = size << 7 | byte & 0x7F
-            at += _ID3_HEAD + size
-        elif data.startswith(b"TAG", at):
-            at += _ID3_TAIL
-        elif data.startswith(b"APETAGEX", at) and len(data) >= at + _APE_HEAD:
-            at += _APE_HEAD + int.from_bytes(data[at + 12 : at + 16], "little")
-        else:
+        size = _size_of_tag(data, at)
+        if not size:
             break
+        at += size
     return at
+
+
+def _size_of_tag(data: bytes, at: int) -> int:
+    """Return the bytes of a tag at ``at``; 0 if there is none."""
+    if data.startswith(b"TAG", at):
+        return _ID3_TAIL
+    if data.startswith(b"ID3", at) and len(data) >= at + _ID3_HEAD:
+        size = 0
+        for byte in data[at + 6 : at + _ID3_HEAD]:
+            size = size << 7 | byte & 0x7F
+        return _ID3_HEAD + size
+    if data.startswith(b"APETAGEX", at) and len(data) >= at + _APE_HEAD:
+        return _APE_HEAD + int.from_bytes(data[at + 12 : at + 16], "little")
+    return 0
 
 
 # Ogg
@@ -315,7 +323,9 @@ def _mpeg_starts(data: bytes, at: int, cancelled: Cancelled) -> Iterator[int]:
 def _with_contents(data: bytes, at: int, cancelled: Cancelled) -> bytes:
     """Put a list of contents before an MP3 that has none: libsndfile guesses its length from the first frame alone."""
     first = _frame(data[at : at + 4])
-    if first is None or first.kind[1] != 3 or _announced(data, at, first) is not None:
+    if first is None or first.kind[1] != 3:
+        return data
+    if _announced(data, at, first) is not None:
         return data
     count = sum(1 for _ in _frames(data, at, cancelled))
     # a frame of the same kind, without a checksum and at a rate at which it has room; its sound is all zeros
@@ -330,22 +340,21 @@ def _with_contents(data: bytes, at: int, cancelled: Cancelled) -> bytes:
 
 
 def _frames(data: bytes, at: int, cancelled: Cancelled) -> Iterator[tuple[int, _Frame]]:
+    """Yield the frames from ``at`` on, each with its place; what stands between them is left out."""
     turns, tries, kind = 0, 0, None
     while at < len(data):
         turns += 1
         if turns % _TURN == 0:
             cancelled.check()
-        frame = _frame(data[at : at + 4])
-        if frame is not None and (
-            frame.kind == kind or _follows(data, at + frame.size, frame)
-        ):
+        frame = _frame_at(data, at, kind)
+        if frame is not None:
             yield at, frame
             kind = frame.kind
             at += frame.size
             continue
-        behind = _behind_tags(data, at)
-        if behind > at:
-            at = behind
+        tag = _behind_tags(data, at) - at
+        if tag:
+            at += tag
             continue
         found = _HEADER.search(data, at + 1)
         if found is None or tries == _MAX_TRIES:
@@ -354,9 +363,23 @@ def _frames(data: bytes, at: int, cancelled: Cancelled) -> Iterator[tuple[int, _
         tries += 1
 
 
+def _frame_at(
+    data: bytes, at: int, kind: tuple[int, int, int, bool] | None
+) -> _Frame | None:
+    """Return the frame at ``at``, if it is of the kind of those before it, or a recording goes on behind it."""
+    frame = _frame(data[at : at + 4])
+    if frame is None or frame.kind == kind:
+        return frame
+    if _follows(data, at + frame.size, frame):
+        return frame
+    return None
+
+
 def _follows(data: bytes, at: int, frame: _Frame) -> bool:
     """Whether another frame of a recording, tags or the file's end are at ``at``."""
     after = _frame(data[at : at + 4])
     if after is not None:
         return after.kind == frame.kind
-    return at == len(data) or (at < len(data) and _behind_tags(data, at) > at)
+    if at >= len(data):
+        return at == len(data)
+    return _behind_tags(data, at) > at

@@ -18,7 +18,7 @@ from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled, Recal
 from vlm_batch.inputs.grammar import Form
 from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.pool import Pool
-from vlm_batch.inputs.prepare import Lane, Prepared, Question, lane_of, late_error
+from vlm_batch.inputs.question import Lane, Prepared, Question, lane_of, late_error
 from vlm_batch.runtime import threads
 from vlm_batch.types import Audio
 
@@ -132,7 +132,9 @@ def _bytes_held(medium: Any) -> int:
     file = medium.source if isinstance(medium, Audio) else medium
     if isinstance(file, Fetched):
         return len(file.data)
-    return len(file.uri) if isinstance(file, RecalledUri) else 0
+    if isinstance(file, RecalledUri):
+        return len(file.uri)
+    return 0
 
 
 class Loaders:
@@ -211,7 +213,9 @@ class Loaders:
     def _pool_for(self, question: Question) -> Pool:
         if question.takes_long:
             return self._long_work
-        return self._large_work if question.has_many_pixels else self._work
+        if question.has_many_pixels:
+            return self._large_work
+        return self._work
 
     def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
         try:

@@ -32,7 +32,9 @@ class Kind:
     def of(cls, medium: Any) -> Kind:
         if isinstance(medium, Audio):
             return _AUDIO
-        return _VIDEO if isinstance(medium, Video) else _IMAGE
+        if isinstance(medium, Video):
+            return _VIDEO
+        return _IMAGE
 
 
 def _kind(

@@ -162,12 +162,18 @@ class Pool:
 
     def _begin_turn(self, client: int) -> None:
         """Let a client that had nothing to do begin where the others are: time without calls is not saved up."""
-        if any(one.client == client for one in (*self._waiting, *self._running)):
+        calls = (*self._waiting, *self._running)
+        if any(one.client == client for one in calls):
             return
         if len(self._used) >= MAX_CLIENTS:
-            above = [one for one, used in self._used.items() if used > self._level]
-            self._used = {one: self._used[one] for one in above}
+            self._forget_others()
         self._used[client] = max(self._used.get(client, 0.0), self._level)
+
+    def _forget_others(self) -> None:
+        """Keep the clients that have had more than those whose turn it is."""
+        for client, used in list(self._used.items()):
+            if used <= self._level:
+                del self._used[client]
 
     def _next(self) -> _Job | None:
         """Return the call whose turn it is, unless those that wait are of clients that have their part."""
@@ -278,17 +284,24 @@ class Pool:
 
     def _watch(self) -> None:
         while True:
-            with self._changed:
-                timed = [job for job in self._running if job.deadline < math.inf]
-                if not timed:
-                    self._has_watch = False
-                    return
-                now = time.monotonic()
-                late = [job for job in timed if job.deadline <= now]
-                if not late:
-                    self._changed.wait(min(job.deadline for job in timed) - now)
+            late = self._late()
+            if late is None:
+                return
             for job in late:
                 self.give_up(job, job.late)
+
+    def _late(self) -> list[_Job] | None:
+        """Wait for the next deadline, and return the calls that have missed theirs; None if no call has one."""
+        with self._changed:
+            deadline = min((job.deadline for job in self._running), default=math.inf)
+            if deadline == math.inf:
+                self._has_watch = False
+                return None
+            now = time.monotonic()
+            if now < deadline:
+                self._changed.wait(deadline - now)
+                return []
+            return [job for job in self._running if job.deadline <= now]
 
 
 def _outcome_of(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

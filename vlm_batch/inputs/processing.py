@@ -34,6 +34,7 @@ from vlm_batch.inputs.processors import (
     evaluate_held,
     no_special_tokens,
     settings_of,
+    silence_lengths,
     with_switched_tokens,
     without_text_options,
 )
@@ -68,6 +69,7 @@ class Processing:
         self.config = config
         self.sampling = _sampling(processor, sampling or Sampling())
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        silence_lengths(self.tokenizer)
         self.template = ChatTemplate(processor)
         # Answers are decoded while another thread encodes prompts, and a fast tokenizer serves one of them at a time.
         self._decoder = copy_for_thread(self.tokenizer)
@@ -132,10 +134,7 @@ class Processing:
         them as text for others, and leaves out what it does not know of a turn.
         """
         turns = prompt if isinstance(prompt, str) else list(prompt)
-        is_last_alone = self._takes_last_alone
-        takes = not is_last_alone and self.template.takes(turns, num_images)
-        # it knows videos of single prompts only, by their paths, and no types but its own
-        if takes or any(others) or (num_images and not self._is_of_mlx_vlm):
+        if self._takes_parts_of(turns, num_images, *others):
             made = with_parts(turns, num_images, *others)
             return made if self.template.takes_text else list(map(in_parts, made))
         made = apply_chat_template(
@@ -145,7 +144,7 @@ class Processing:
             num_images=num_images,
             return_messages=True,
         )
-        if is_last_alone:
+        if self._takes_last_alone:
             return made[-1]
         if self.template.takes_text_alone:
             made = [_in_text(turn, self._image_mark) for turn in made]
@@ -153,6 +152,18 @@ class Processing:
             return made
         pairs = zip(made, turns, strict=True)
         return list(itertools.starmap(_with_fields, pairs))
+
+    def _takes_parts_of(
+        self, turns: str | Sequence[Message], num_images: int, *others: int
+    ) -> bool:
+        """Whether turns are rendered as they are, with a part for each medium."""
+        # mlx-vlm knows videos of single prompts only, by their paths, and no types but its own
+        is_unknown = num_images > 0 and not self._is_of_mlx_vlm
+        if is_unknown or any(others):
+            return True
+        if self._takes_last_alone:
+            return False
+        return self.template.takes(turns, num_images)
 
     @property
     def _is_of_mlx_vlm(self) -> bool:
@@ -173,13 +184,15 @@ class Processing:
     @property
     def _image_mark(self) -> str:
         mark = _text_of("image_token", self.processor, self.tokenizer)
-        return "<image>" if mark is None else mark
+        if mark is None:
+            return "<image>"
+        return mark
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""
         name = f"{kind}_token"
-        owners = (self.processor, self.tokenizer)
-        token = next(filter(None, (getattr(one, name, None) for one in owners)), None)
+        named = [getattr(one, name, None) for one in (self.processor, self.tokenizer)]
+        token = next(filter(None, named), None)
         return rendered.count(token) if isinstance(token, str) else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -291,7 +304,9 @@ class Processing:
         """The processor's samples a second."""
         part = getattr(self.processor, "feature_extractor", None)
         rate = getattr(part, "sampling_rate", None)
-        return rate if isinstance(rate, int) else 16_000
+        if isinstance(rate, int):
+            return rate
+        return 16_000
 
     def inputs(
         self,
@@ -371,7 +386,8 @@ class Processing:
         if is_templated and is_bare:
             return False
         begin = _text_of("bos_token", self.tokenizer)
-        return not begin or not rendered.startswith(begin)
+        has_begun = begin is not None and rendered.startswith(begin)
+        return not has_begun
 
     def inputs_of_ids(
         self,
@@ -506,7 +522,9 @@ def _with_fields(made: Any, turn: Mapping[str, Any]) -> Any:
 
 
 def _in_text(made: Any, image_mark: str) -> Any:
-    return in_text(made, image_mark) if isinstance(made, Mapping) else made
+    if isinstance(made, Mapping):
+        return in_text(made, image_mark)
+    return made
 
 
 def _text_of(name: str, *owners: Any) -> str | None:
@@ -526,6 +544,7 @@ def _stand_in_of(images: Sequence[Image.Image]) -> StandIn | None:
 
 
 def _sampling(processor: Any, habit: Sampling) -> Sampling:
+    """Return a family's sampling of videos with what the processor declares."""
     declared = processor_video_sampling(processor)
     said = {
         "fps": declared.fps,
@@ -534,10 +553,8 @@ def _sampling(processor: Any, habit: Sampling) -> Sampling:
         "max_frames": declared.max_frames,
         "frame_factor": declared.frame_factor,
     }
-    for name, value in said.items():
-        if value is not None:
-            habit = replace(habit, **{name: value})
-    return habit
+    given = {name: value for name, value in said.items() if value is not None}
+    return replace(habit, **given)
 
 
 def _metadata(clip: Clip) -> VideoMetadata:

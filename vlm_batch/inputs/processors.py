@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -158,26 +159,43 @@ def _without_vocabulary(part: Any) -> dict[str, Any]:
     }
 
 
+def silence_lengths(tokenizer: Any) -> None:
+    """Keep a tokenizer and its copies from warning of indexing errors: a prompt's length is checked by the context.
+
+    Tokenizers compare with ``model_max_length``, which many checkpoints have from a smaller model.
+    """
+    said = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(said, dict):
+        said["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+
 def copy_for_thread(part: Any) -> Any:
     """Copy a processor or tokenizer without mlx-vlm's detokenizer, which cannot be copied (AttributeError).
 
     The copy has the original's vocabulary, which nothing changes: a copy of it is written as JSON and parsed again.
     """
-    memo: dict[int, Any] = {}
-    for owner in (part, getattr(part, "tokenizer", None)):
-        held = getattr(owner, "__dict__", {})
-        detokenizer = held.get("detokenizer")
-        if detokenizer is not None:
-            memo[id(detokenizer)] = None
-        backend = held.get("_tokenizer")
-        if isinstance(backend, Tokenizer):
-            twin = _with_same_vocabulary(backend)
-            memo.update({} if twin is None else {id(backend): twin})
-        for name in _MADE_OF:
-            made_of = held.get(name)
-            if isinstance(made_of, (dict, list)):
-                memo[id(made_of)] = made_of
+    memo = _memo_of(part)
+    memo |= _memo_of(getattr(part, "tokenizer", None))
     return copy.deepcopy(part, memo)
+
+
+def _memo_of(owner: Any) -> dict[int, Any]:
+    """Return what takes the place of an object's parts in a copy of it, by their ids."""
+    memo: dict[int, Any] = {}
+    held = getattr(owner, "__dict__", {})
+    detokenizer = held.get("detokenizer")
+    if detokenizer is not None:
+        memo[id(detokenizer)] = None
+    backend = held.get("_tokenizer")
+    if isinstance(backend, Tokenizer):
+        twin = _with_same_vocabulary(backend)
+        if twin is not None:
+            memo[id(backend)] = twin
+    for name in _MADE_OF:
+        made_of = held.get(name)
+        if isinstance(made_of, (dict, list)):
+            memo[id(made_of)] = made_of
+    return memo
 
 
 def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
@@ -197,7 +215,9 @@ def _with_same_vocabulary(backend: Tokenizer) -> Tokenizer | None:
     # Tokens that were added with gaps between their ids would get others.
     has_same_ids = twin.get_added_tokens_decoder().keys() == added.keys()
     has_same_size = twin.get_vocab_size() == backend.get_vocab_size()
-    return twin if has_same_ids and has_same_size else None
+    if has_same_ids and has_same_size:
+        return twin
+    return None
 
 
 #: Levels of nested objects whose settings count.
@@ -213,29 +233,33 @@ def _settings(owner: Any, depth: int) -> dict[str, Any]:
     """Return an object's plain settings and, ``depth`` levels down, those of its parts."""
     if isinstance(owner, (PreTrainedTokenizerBase, type)):
         return {}
+    held = dict(getattr(owner, "__dict__", {}))
+    held.pop("tokenizer", None)
+    held.pop("detokenizer", None)
     plain: dict[str, Any] = {}
     parts: dict[str, Any] = {}
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if name in ("tokenizer", "detokenizer"):
-            continue
+    for name, value in held.items():
         if _is_plain(value):
             plain[name] = value
-        elif depth:
-            settings = _settings(value, depth - 1)
-            parts.update({name: settings} if settings else {})
+            continue
+        settings = _settings(value, depth - 1) if depth else {}
+        if settings:
+            parts[name] = settings
     return plain | parts
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, str, Enum, NoneType)):
+        return True
     if isinstance(value, np.ndarray):
         return value.size <= 64  # means and deviations
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return all(map(_is_plain, value))
     if is_dataclass(value) and not isinstance(value, type):  # transformers' sizes
-        return all(map(_is_plain, vars(value).values()))
-    return isinstance(value, (bool, int, float, str, Enum, NoneType))
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple, set)):
+        return False
+    return all(map(_is_plain, value))
 
 
 #: Tokenizer methods that release the GIL, or change the underlying library's settings.
@@ -287,12 +311,12 @@ class PlaceholderRuns:
     def __init__(self, processor: Any) -> None:
         tokenizer = getattr(processor, "tokenizer", processor)
         apart = _tokens_apart(tokenizer)
-        self._ids: dict[str, int] = {}
-        for owner in (processor, tokenizer):
-            for name in ("image_token", "video_token"):
-                word = getattr(owner, name, None)
-                if isinstance(word, str) and word in apart:
-                    self._ids[word] = apart[word]
+        named = itertools.product(
+            (processor, tokenizer), ("image_token", "video_token")
+        )
+        words = [getattr(owner, name, None) for owner, name in named]
+        known = [word for word in words if isinstance(word, str) and word in apart]
+        self._ids = {word: apart[word] for word in known}
         runs = [f"(?:{re.escape(word)})+" for word in self._ids]
         self._pattern = re.compile("|".join(runs) or "(?!)")
         self._longest = max(map(len, self._ids), default=0)
@@ -304,17 +328,15 @@ class PlaceholderRuns:
         only = text[0] if isinstance(text, list) and len(text) == 1 else text
         if not isinstance(only, str) or not self._may_shorten(options):
             return None
-        runs = [match[0] for match in self._pattern.finditer(only)]
-        if not runs or sum(map(len, runs)) < _MANY * self._longest:
+        runs = list(map(re.Match.group, self._pattern.finditer(only)))
+        num_characters = sum(map(len, runs))
+        if not runs or num_characters < _MANY * self._longest:
             return None
-        short = self._pattern.sub(lambda match: self._word_of(match[0]), only)
+        short = self._pattern.sub(self._shortened, only)
         found = method([short], **{**options, "return_tensors": None})
-        ids = np.array(found["input_ids"][0])
-        places = np.flatnonzero(np.isin(ids, list(self._ids.values())))
-        if len(places) != len(runs):
+        repeats = self._repeats(found["input_ids"][0], runs)
+        if repeats is None:
             return None
-        repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[places] = [len(run) // len(self._word_of(run)) for run in runs]
         kind = options.get("return_tensors")
         is_bare = isinstance(text, str) and kind is None
         data: dict[str, Any] = {}
@@ -322,6 +344,19 @@ class PlaceholderRuns:
             repeated = np.repeat(np.array(values), repeats, axis=1).tolist()
             data[name] = repeated[0] if is_bare else repeated
         return BatchEncoding(data, tensor_type=kind)
+
+    def _repeats(self, token_ids: Sequence[int], runs: list[str]) -> np.ndarray | None:
+        """Return how often each token of a shortened text stands in the whole one (N,); None if they do not match."""
+        ids = np.array(token_ids)
+        places = np.flatnonzero(np.isin(ids, list(self._ids.values())))
+        if len(places) != len(runs):
+            return None
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[places] = [len(run) // len(self._word_of(run)) for run in runs]
+        return repeats
+
+    def _shortened(self, run: re.Match[str]) -> str:
+        return self._word_of(run.group())
 
     def _may_shorten(self, options: dict[str, Any]) -> bool:
         if not self._ids or not options.keys() <= _PLAIN_OPTIONS:
@@ -369,7 +404,9 @@ class ProcessorCopier:
         def call(tokenizer: Any, text: Any = None, *args: Any, **options: Any) -> Any:
             bound = functools.partial(method, tokenizer)
             found = None if args else self._runs.call(bound, text, options)
-            return bound(text, *args, **options) if found is None else found
+            if found is None:
+                return bound(text, *args, **options)
+            return found
 
         return call
 

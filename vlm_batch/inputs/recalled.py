@@ -49,7 +49,9 @@ class RecalledPicture(Image.Image):
     def convert(
         self, mode: str | None = None, *args: Any, **options: Any
     ) -> Image.Image:
-        return self if mode == "RGB" else super().convert(mode, *args, **options)
+        if mode == "RGB":
+            return self
+        return super().convert(mode, *args, **options)
 
 
 def own_uri(
@@ -160,7 +162,9 @@ def call_key(facts: list[Any], call: list[Any]) -> bytes | None:
         key = digest([facts, _with_contents(call, contents)])
     except TypeError:
         return None
-    return key if contents else None
+    if contents:
+        return key
+    return None
 
 
 def _with_contents(value: Any, contents: list[bytes]) -> Any:

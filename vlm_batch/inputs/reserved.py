@@ -103,10 +103,13 @@ class ReservedWords:
     @property
     def _named(self) -> list[str]:
         """The placeholders that the processor and the tokenizer name."""
-        found: list[Any] = []
-        for part in (self._processing.processor, self._processing.tokenizer):
-            found += [getattr(part, name, None) for name in _PLACEHOLDER_NAMES]
-        return [word for word in found if isinstance(word, str)]
+        parts = (self._processing.processor, self._processing.tokenizer)
+        found = []
+        for part, name in itertools.product(parts, _PLACEHOLDER_NAMES):
+            word = getattr(part, name, None)
+            if isinstance(word, str):
+                found.append(word)
+        return found
 
     @property
     def _marked(self) -> list[str]:

@@ -97,10 +97,10 @@ class ThinkingMarks:
 
     def is_open(self, text: str) -> bool:
         """Whether a prompt ends within thinking."""
-        return (
-            text.rstrip().endswith(self.start)
-            or text.rfind(self.start) > text.rfind(self.end) >= 0
-        )
+        if text.rstrip().endswith(self.start):
+            return True
+        last_end = text.rfind(self.end)
+        return last_end >= 0 and text.rfind(self.start) > last_end
 
     def is_over(self, text: str) -> bool:
         """Whether a prompt ends with finished thinking."""
@@ -163,12 +163,12 @@ class ChatTemplate:
             refuse(
                 options, "this model has no chat template, which alone could read it"
             )
-        taken = sorted(_GIVEN & set(options.args))
+        taken = sorted(_GIVEN.intersection(options.args))
         if taken:
             raise InvalidPrompt(
                 f"args holds {taken[0]!r}, which is not an argument of the template to set"
             )
-        unknown = sorted(set(options.arguments) - self.reads)
+        unknown = sorted(options.arguments.keys() - self.reads)
         if unknown:
             known = ", ".join(sorted(self.reads)) or "none"
             holds = "args holds " if unknown[0] in options.args else ""
@@ -202,7 +202,8 @@ class ChatTemplate:
             return False
         if num_images:
             return self.takes_parts and self.writes_pictures
-        return isinstance(turns, str) or self.takes_parts or all(map(_is_text, turns))
+        are_texts = isinstance(turns, str) or all(map(_is_text, turns))
+        return are_texts or self.takes_parts
 
     @cached_property
     def takes_text(self) -> bool:
@@ -258,16 +259,20 @@ def _names(node: nodes.Node) -> Iterator[nodes.Name]:
     """Yield a template's names in the order in which they are used: a value before the name that it is set to."""
     if isinstance(node, nodes.Name):
         yield node
-    first: list[nodes.Node] = []
-    last: list[nodes.Node] = []
-    if isinstance(node, nodes.For):
-        first = [node.iter, node.target]
-    elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-        last = [node.target]
+    first, last = _placed(node)
     placed = set(map(id, first + last))
     rest = [child for child in node.iter_child_nodes() if id(child) not in placed]
     for child in first + rest + last:
         yield from _names(child)
+
+
+def _placed(node: nodes.Node) -> tuple[list[nodes.Node], list[nodes.Node]]:
+    """Return the children of a node that are used before its others, and behind them."""
+    if isinstance(node, nodes.For):
+        return [node.iter, node.target], []
+    if isinstance(node, (nodes.Assign, nodes.AssignBlock)):
+        return [], [node.target]
+    return [], []
 
 
 def _is_text(turn: Mapping[str, Any]) -> bool:

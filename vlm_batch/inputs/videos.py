@@ -102,7 +102,9 @@ class Clip:
     @property
     def rate(self) -> float:
         """Requested frames a second, else the clip's."""
-        return self.sampled_fps if self.asked is None else self.asked
+        if self.asked is None:
+            return self.sampled_fps
+        return self.asked
 
 
 def spread(total: int, number: int) -> np.ndarray:
@@ -111,6 +113,7 @@ def spread(total: int, number: int) -> np.ndarray:
 
 
 def as_video(source: VideoInput) -> Video:
+    """Return a video from itself or its source. Raises InvalidVideo for what is none."""
     video = source if isinstance(source, Video) else Video(source)
     source = video.source
     if isinstance(source, (str, Path, bytes, bytearray, memoryview, Fetched)):
@@ -118,16 +121,20 @@ def as_video(source: VideoInput) -> Video:
     name = describe_video(video)
     if video.sound:
         raise InvalidVideo(f"{name} has no sound; give its recording as audios=")
-    if isinstance(source, Sequence):
-        if not source:
-            raise InvalidVideo("the video has no frames")
-        return video
-    if isinstance(source, Image.Image) or _of_foreign(np.ndim, video) != 4:
+    if not isinstance(source, Sequence):
+        _check_is_array(video)
+    elif not source:
+        raise InvalidVideo("the video has no frames")
+    return video
+
+
+def _check_is_array(video: Video) -> None:
+    is_picture = isinstance(video.source, Image.Image)
+    if is_picture or _of_foreign(np.ndim, video) != 4:
         raise InvalidVideo(
-            f"{name} is no video: a file, an array (T, H, W, 3), or frames together as "
+            f"{describe_video(video)} is no video: a file, an array (T, H, W, 3), or frames together as "
             "Video([first, second, ...], fps=2)"
         )
-    return video
 
 
 def load_video(
@@ -151,15 +158,15 @@ def load_video(
     if isinstance(source, Fetched):
         assert source.path is not None
         limits = max_pixels, max_image_pixels
-        return _decode(
-            source.path, replace(video, source=source), sampling, limits, cancelled
-        )
-    indices = _thinned(len(source), video)
+        video = replace(video, source=source)
+        return _decode(source.path, video, sampling, limits, cancelled)
+    total = len(source)
+    indices = _thinned(total, video)
     pictures = _pictures(video, indices, max_image_pixels, cancelled)
-    clip = _clip(
-        pictures, video, indices, len(source), video.fps or sampling.fps, max_pixels
-    )
-    return replace(clip, asked=clip.fps if len(clip.indices) == clip.total else None)
+    fps = video.fps or sampling.fps
+    clip = _clip(pictures, video, indices, total, fps, max_pixels)
+    is_whole = len(clip.indices) == clip.total
+    return replace(clip, asked=clip.fps if is_whole else None)
 
 
 def own_video(video: Video, own: Callable[[ImageInput], ImageInput]) -> Video:
@@ -231,20 +238,26 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
 def measure_video(video: Video, sampling: Sampling) -> tuple[int, int]:
     """Return the number of frames to take and their pixels together, by the header; zeros where it does not say."""
     source = video.source
+    if isinstance(source, (str, Path, bytes)):
+        return 0, 0
     try:
         if isinstance(source, Fetched) and source.path is not None:
-            with _opened(source.path, source.name) as capture:
-                if capture.announced <= 0:
-                    return 0, 0
-                count = len(sampling.indices(capture.announced, capture.fps, video))
-                frame_pixels = math.prod(_scaled(*capture.size, video.max_pixels))
-                return count, count * frame_pixels
-        if isinstance(source, (str, Path, bytes)):
-            return 0, 0
+            return _measure_file(source.path, source.name, video, sampling)
         indices = _thinned(len(source), video).tolist()
         return len(indices), len(indices) * count_pixels(source[indices[0]])
     except Exception:  # whoever decodes it will say what is wrong
         return 0, 0
+
+
+def _measure_file(
+    path: Path, name: str, video: Video, sampling: Sampling
+) -> tuple[int, int]:
+    with _opened(path, name) as capture:
+        if capture.announced <= 0:
+            return 0, 0
+        count = len(sampling.indices(capture.announced, capture.fps, video))
+        frame_pixels = math.prod(_scaled(*capture.size, video.max_pixels))
+        return count, count * frame_pixels
 
 
 def describe_video(video: Video) -> str:
@@ -393,9 +406,9 @@ def _rate_of(video: Video, sampling: Sampling) -> float | None:
     """Return the frames a second that were asked for; None where their number was."""
     if video.num_frames is not None:
         return None
-    if video.fps is None and sampling.num_frames is not None:
-        return None
-    return video.fps or sampling.fps
+    if video.fps is not None:
+        return video.fps
+    return sampling.fps if sampling.num_frames is None else None
 
 
 def _is_text(path: Path) -> bool:
@@ -443,12 +456,10 @@ class _Capture:
     def read(self, indices: np.ndarray, cancelled: Cancelled) -> Iterator[np.ndarray]:
         """Yield frames (H, W, 3) at rising indices, until the file ends."""
         for index in indices.tolist():
-            found = True
-            while found and self.seen <= index:
+            while self.seen <= index:
                 cancelled.check()
-                found = self.skip()
-            if not found:
-                return
+                if not self.skip():
+                    return
             found, frame = self._capture.retrieve()
             if not found:
                 return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,22 +31,25 @@ def with_form(params: SamplingParams, result: Result) -> Result:
 
 def _lacking_form(params: SamplingParams, result: Result) -> str | None:
     """Return what an answer lacks of its form; None if it is whole."""
-    if params.json_schema is not None:
-        is_null = result.text.strip() == "null"
-        is_whole = is_null or result.parsed is not None
-        return None if is_whole else "its JSON was whole"
-    if params.choice is not None:
-        return None if result.text in params.choice else "it was one of the choices"
-    if params.form is None or result.parsed is not None:
+    if params.form is None:
         return None
-    return f"it had the form of its {params.form}"
+    if params.form == "choice":
+        is_whole = result.text in (params.choice or ())
+        lacking = "it was one of the choices"
+    elif params.form == "json_schema":
+        # of which the value is None, too
+        is_whole = result.parsed is not None or result.text.strip() == "null"
+        lacking = "its JSON was whole"
+    else:
+        is_whole = result.parsed is not None
+        lacking = f"it had the form of its {params.form}"
+    if is_whole:
+        return None
+    return lacking
 
 
 def record_of(item: Item, result: Result) -> Record:
-    timings = {
-        name: None if seconds != seconds else round(seconds, 6)
-        for name, seconds in vars(result.timings).items()
-    }
+    """Return the record of a row's answer."""
     record: Record = {
         "id": item.id,
         "request_id": item.id,
@@ -61,7 +65,7 @@ def record_of(item: Item, result: Result) -> Record:
         "video_sizes": result.video_sizes,
         "audio_seconds": result.audio_seconds,
         "usage": dict(vars(result.usage)),
-        "timings": timings,
+        "timings": _rounded(vars(result.timings)),
         "created": round(time.time(), 3),
         "columns": item.row.columns,
     }
@@ -78,19 +82,33 @@ def record_of(item: Item, result: Result) -> Record:
     return record
 
 
+def _rounded(timings: Mapping[str, float]) -> dict[str, float | None]:
+    """Return seconds to the microsecond; None for those that are unknown."""
+    rounded: dict[str, float | None] = {}
+    for name, seconds in timings.items():
+        is_known = not math.isnan(seconds)
+        rounded[name] = round(seconds, 6) if is_known else None
+    return rounded
+
+
 def result_of(record: Record) -> Result:
     """Return a record's result; missing numbers are 0 or NaN."""
-    error = record.get("error") or None
-    others = record.get("others") or ()
+    error = record.get("error")
+    finish_reason: Any = record.get("finish_reason") or "stop"
+    row_id = str(record["id"])
+    others = []
+    for other in listed(record.get("others")):
+        others.append(result_of({**_mapping(other), "id": row_id}))
+    sizes = listed(record.get("image_sizes")) or listed(record.get("images"))
     return Result(
-        request_id=str(record["id"]),
+        request_id=row_id,
         text=str(record.get("text") or ""),
-        finish_reason="error" if error else record.get("finish_reason") or "stop",
-        error=error and str(error),
+        finish_reason="error" if error else finish_reason,
+        error=str(error) if error else None,
         usage=_usage_of(record),
         timings=_timings_of(record),
-        image_sizes=tuple(record.get("image_sizes") or record.get("images") or ()),
-        others=tuple(result_of({"id": record["id"], **one}) for one in others),
+        image_sizes=tuple(sizes),
+        others=tuple(others),
     )
 
 
@@ -105,24 +123,47 @@ def _usage_of(record: Record) -> Usage:
 def _timings_of(record: Record) -> Timings:
     timings = {**_mapping(record.get("timings"))}
     timings.setdefault("total", record.get("seconds"))
-    defaults = {one.name: one.default for one in fields(Timings)}
-    defaults["total"] = math.nan
     seconds = {}
-    for name, default in defaults.items():
-        seconds[name] = _number(timings.get(name), default)
+    for one in fields(Timings):
+        default = math.nan if one.name == "total" else one.default
+        seconds[one.name] = _number(timings.get(one.name), default)
     return Timings(**seconds)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    """Return an object of a record; CSV has it as JSON."""
+    found = _from_json(value)
+    if isinstance(found, Mapping):
+        return found
+    return {}
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """Return a list of a record, likewise."""
+    found = _from_json(value)
+    if isinstance(found, (list, tuple)):
+        return found
+    return ()
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _number(value: Any, default: Any) -> float:
+    """Return a finite number, or the default."""
     try:
         found = float(value)
     except (TypeError, ValueError):
-        return float(default)
-    return found if math.isfinite(found) else float(default)
+        found = math.nan
+    if math.isfinite(found):
+        return found
+    return float(default)
 
 
 def _other(item: Item, result: Result) -> Record:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.jobs.cells import Columns, row_of_cells
@@ -57,21 +59,22 @@ class ArrowTable(Source):
         left_out = set(opened.pictures)
         if with_pictures:
             left_out.discard(columns.image or "")
-        kept = [name for name in opened.names if name not in left_out]
-        if not kept:  # pictures and nothing else: batches without columns have no rows
-            for number in range(opened.num_rows):
-                yield JobRow(id=f"{self.name}:{number}", is_scanned=True)
+        kept = list(itertools.filterfalse(left_out.__contains__, opened.names))
+        if not kept:
+            yield from self._without_columns(opened.num_rows)
             return
         is_scanned = columns.image is not None and columns.image not in kept
         if is_scanned:
             columns = replace(columns, image=None)
-        number = 0
-        for batch in opened.batches(kept):
-            for cells in batch.to_pylist():
-                place = f"{self.name}:{number}"
-                row = row_of_cells(cells, columns, place=place, folder=opened.folder)
-                yield replace(row, is_scanned=True) if is_scanned else row
-                number += 1
+        for number, cells in enumerate(rows_of(opened.batches(kept))):
+            place = f"{self.name}:{number}"
+            row = row_of_cells(cells, columns, place=place, folder=opened.folder)
+            yield replace(row, is_scanned=is_scanned)
+
+    def _without_columns(self, num_rows: int) -> Iterator[JobRow]:
+        """Yield rows of pictures and nothing else: batches without columns have no rows."""
+        for number in range(num_rows):
+            yield JobRow(id=f"{self.name}:{number}", is_scanned=True)
 
 
 @dataclass(frozen=True)
@@ -106,31 +109,29 @@ class Parquet(ArrowTable, SourceFile):
 
 def picture_columns(schema: pa.Schema) -> list[str]:
     """Return columns of bytes, also in structs and lists."""
-    import pyarrow as pa
+    return [one.name for one in schema if _holds_bytes(one.type)]
 
-    def holds_bytes(kind: pa.DataType) -> bool:
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            return holds_bytes(kind.value_type)
-        if pa.types.is_struct(kind):
-            return any(one.name == "bytes" and holds_bytes(one.type) for one in kind)
-        return bool(
-            pa.types.is_binary(kind)
-            or pa.types.is_large_binary(kind)
-            or pa.types.is_binary_view(kind)
-        )
 
-    return [one.name for one in schema if holds_bytes(one.type)]
+def _holds_bytes(kind: pa.DataType) -> bool:
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _holds_bytes(kind.value_type)
+    if types.is_struct(kind):
+        at = kind.get_field_index("bytes")
+        return at >= 0 and _holds_bytes(kind.field(at).type)
+    are_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(is_one(kind) for is_one in are_bytes)
 
 
 def is_dataset(folder: str) -> bool:
     """Whether ``save_to_disk`` wrote the folder."""
-    return any(
-        os.path.isfile(os.path.join(folder, name))
-        for name in ("state.json", "dataset_dict.json")
-    )
+    path = Path(folder)
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def datasets_in(folder: str, own: Columns, split: str | None) -> list[HuggingFace]:
+    """Open a folder that ``save_to_disk`` wrote. Raises InvalidJob."""
     import datasets
 
     try:
@@ -139,13 +140,15 @@ def datasets_in(folder: str, own: Columns, split: str | None) -> list[HuggingFac
         raise InvalidJob(f"cannot read the dataset {folder}: {error}") from error
     if isinstance(loaded, datasets.Dataset):
         return [HuggingFace(folder, loaded, own)]
-    if split is not None and split not in loaded:
-        raise InvalidJob(f"{folder} has no split {split!r}; it has {', '.join(loaded)}")
-    names = [split] if split is not None else list(loaded)
-    return [
-        HuggingFace(f"{folder.rstrip(os.sep)}/{name}", loaded[name], own)
-        for name in names
-    ]
+    splits = dict(loaded)
+    if split is not None:
+        if split not in splits:
+            raise InvalidJob(
+                f"{folder} has no split {split!r}; it has {', '.join(splits)}"
+            )
+        splits = {split: splits[split]}
+    top = folder.rstrip(os.sep)
+    return [HuggingFace(f"{top}/{name}", one, own) for name, one in splits.items()]
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,12 @@ class HuggingFace(ArrowTable, SourceFile):
         )
 
 
+def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of Arrow's batches."""
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
 def stored(dataset: Any) -> Iterable[Any]:
     """Yield undecoded batches."""
     return dataset.with_format("arrow").iter(batch_size=BATCH_ROWS)  # type: ignore[no-any-return]
@@ -175,9 +184,10 @@ def picture_features(dataset: Any) -> list[str]:
     """Return picture columns by features."""
     import datasets
 
-    lists = (datasets.List, datasets.LargeList)
-    return [
-        name
-        for name, kind in (dataset.features or {}).items()
-        if isinstance(kind.feature if isinstance(kind, lists) else kind, datasets.Image)
-    ]
+    found = []
+    for name, kind in (dataset.features or {}).items():
+        if isinstance(kind, (datasets.List, datasets.LargeList)):
+            kind = kind.feature
+        if isinstance(kind, datasets.Image):
+            found.append(name)
+    return found

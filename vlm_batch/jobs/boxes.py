@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -82,9 +81,10 @@ def _in_pixels(
     """Return the upright box around points, within the page; None without an area."""
     left, right = _extent(numbers[0::2], whole[0], page[0])
     top, bottom = _extent(numbers[1::2], whole[1], page[1])
-    if left >= right or top >= bottom:
-        return None
-    return left, top, right, bottom
+    has_area = left < right and top < bottom
+    if has_area:
+        return (left, top, right, bottom)
+    return None
 
 
 def _extent(numbers: Sequence[float], whole: int, length: int) -> tuple[int, int]:
@@ -101,8 +101,14 @@ _FOUR = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]")
 def _grounded(answer: str) -> Iterator[_Found]:
     """``<|ref|>title<|/ref|><|det|>[[127, 81, 870, 110]]<|/det|>``, and behind it the region's text."""
     for match, text in _with_what_follows(_REFERRED, answer):
+        label = _or_none(match[1])
         for four in _FOUR.findall(match[2]):
-            yield _Found(_numbers(four), match[1].strip() or None, text)
+            yield _Found(_numbers(four), label, text)
+
+
+def _or_none(text: str) -> str | None:
+    """Return a text without the space around it; None if nothing is left."""
+    return text.strip() or None
 
 
 def _cells(answer: str) -> Iterator[_Found]:
@@ -123,7 +129,12 @@ def _cells(answer: str) -> Iterator[_Found]:
 def _is_box(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 4:
         return False
-    return all(type(one) in (int, float) and abs(one) < 1e9 for one in value)
+    return all(map(_is_place, value))
+
+
+def _is_place(value: Any) -> bool:
+    is_number = type(value) in (int, float)
+    return is_number and abs(value) < 1e9
 
 
 _TAG = re.compile(r"<(\w+)><loc_(\d+)><loc_(\d+)><loc_(\d+)><loc_(\d+)>")
@@ -132,9 +143,8 @@ _TAG = re.compile(r"<(\w+)><loc_(\d+)><loc_(\d+)><loc_(\d+)><loc_(\d+)>")
 def _doctags(answer: str) -> Iterator[_Found]:
     """``<text><loc_58><loc_44><loc_426><loc_91>Dear Ada,</text>``."""
     for match in _TAG.finditer(answer):
-        end = answer.find(f"</{match[1]}>", match.end())
-        text = answer[match.end() :] if end == -1 else answer[match.end() : end]
-        yield _Found(_numbers(match.groups()[1:]), match[1], text.strip() or None)
+        text, _, _ = answer[match.end() :].partition(f"</{match[1]}>")
+        yield _Found(_numbers(match.groups()[1:]), match[1], _or_none(text))
 
 
 _BOXED = re.compile(
@@ -157,8 +167,8 @@ _NUMBER = re.compile(r"\d+")
 def _spotted(answer: str) -> Iterator[_Found]:
     """A line's text, and four corners: ``Hello<|LOC_100|><|LOC_200|>...``."""
     for match in _SPOTTED.finditer(answer):
-        text = match[1].strip() or None
-        yield _Found(_numbers(_NUMBER.findall(match[2])), None, text)
+        corners = _numbers(_NUMBER.findall(match[2]))
+        yield _Found(corners, None, _or_none(match[1]))
 
 
 def _numbers(texts: Sequence[str]) -> list[int]:
@@ -169,11 +179,10 @@ def _with_what_follows(
     pattern: re.Pattern[str], answer: str
 ) -> Iterator[tuple[re.Match[str], str | None]]:
     """Yield matches, each with the text between it and the next."""
-    matches = [*pattern.finditer(answer), None]
-    for match, following in pairwise(matches):
-        assert match is not None
-        end = len(answer) if following is None else following.start()
-        yield match, answer[match.end() : end].strip() or None
+    matches = list(pattern.finditer(answer))
+    ends = [match.start() for match in matches[1:]]
+    for match, end in zip(matches, [*ends, len(answer)], strict=False):
+        yield match, _or_none(answer[match.end() : end])
 
 
 #: By publisher's first name in ``publishers.PUBLISHERS``.

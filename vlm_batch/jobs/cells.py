@@ -18,8 +18,9 @@ from PIL import Image
 from vlm_batch.assets import VIDEO_SUFFIXES
 from vlm_batch.inputs import heif
 from vlm_batch.inputs.chats import says_media
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.inputs.images import picture_suffixes
-from vlm_batch.jobs.files import is_url, kind_of
+from vlm_batch.jobs.files import kind_of
 from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import Audio, ImageInput, Video
 
@@ -65,22 +66,32 @@ MAGIC = re.compile(
 BASE64 = re.compile(
     r"(?:iVBORw0KGgo|/9j/[24]|R0lGOD|UklGR|SUkqA|TU0AK|AAAA.GZ0eXB[hmo])[A-Za-z0-9+/\s]{64,}={0,2}\s*"
 )
+#: Data URIs of pictures and videos.
+DATA_MEDIA = re.compile(r"data:(?:image|video)/", re.I)
 #: Names of tables in messages to users of Python functions, who have no command line options.
 PYTHON_TABLES = THE_TABLE, THE_DATASET = "the table", "the dataset"
-#: The longest text that may be a path or a URL.
-LONGEST_PATH = 4096
+#: The longest text that may be a path or a URL, and the longest that a message shows.
+LONGEST_PATH, MOST_SHOWN = 4096, 100
+#: What holds a picture's file in memory.
+BYTES = (bytes, bytearray, memoryview)
 
 
 def closest_name(name: str, known: Collection[str]) -> str | None:
     """Return the known name probably meant."""
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    plain = plain if plain in known else OTHER_WORDS.get(plain, plain)
-    return next(iter(difflib.get_close_matches(plain, known, 1, 0.8)), None)
+    if plain not in known:
+        plain = OTHER_WORDS.get(plain, plain)
+    near = difflib.get_close_matches(plain, known, 1, 0.8)
+    if near:
+        return near[0]
+    return None
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     likely = closest_name(name, known)
-    return "" if likely is None else f" ({likely!r} is probably meant)"
+    if likely is None:
+        return ""
+    return f" ({likely!r} is probably meant)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +112,7 @@ class Columns:
     ) -> Columns:
         """Resolve the names in a table; ``pictures`` are picture columns by type."""
         self._check_named(names, table)
-        # columns of videos and recordings are mappings of bytes, as pictures are
-        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}
-        pictures = [name for name in pictures if name not in others]
-        likely = (
-            _those_in(pictures, PICTURE_NAMES + FILE_NAMES)
-            or _those_in(names, PICTURE_NAMES)
-            or pictures
-            or _those_in(names, FILE_NAMES)
-        )
+        images = self._likely_images(names, pictures)
         videos = _those_in(names, VIDEO_COLUMNS)
         audios = _those_in(names, AUDIO_COLUMNS)
         own_id = self.id
@@ -117,11 +120,26 @@ class Columns:
             own_id = next(iter(_those_in(names, ID_COLUMNS)), None)
         return replace(
             self,
-            image=_only("image", self.image, likely, table),
+            image=_only("image", self.image, images, table),
             video=_only("video", self.video, videos, table),
             audio=_only("audio", self.audio, audios, table),
             id=own_id,
         )
+
+    def _likely_images(
+        self, names: Sequence[str], pictures: Sequence[str]
+    ) -> Sequence[str]:
+        """Return the columns that are probably of pictures: by type and name, by name, by type, or of files."""
+        # columns of videos and recordings are mappings of bytes, as pictures are
+        others = {*VIDEO_COLUMNS, *AUDIO_COLUMNS, self.video, self.audio}
+        by_type = [name for name in pictures if name not in others]
+        either = (
+            _those_in(by_type, PICTURE_NAMES + FILE_NAMES),
+            _those_in(names, PICTURE_NAMES),
+            by_type,
+            _those_in(names, FILE_NAMES),
+        )
+        return next(filter(None, either), [])
 
     def _check_named(self, names: Sequence[str], table: str) -> None:
         for option, name in vars(self).items():
@@ -132,7 +150,9 @@ class Columns:
 
     @property
     def has_media(self) -> bool:
-        return bool(self.image or self.video or self.audio) or self.image == ""
+        """Whether a column of media is known, or pictures are said to be in none."""
+        columns = (self.image, self.video, self.audio)
+        return any(columns) or self.image == ""
 
     def check_overlooked(
         self, names: Collection[str], table: str, named: Collection[str], *, asks: bool
@@ -141,7 +161,8 @@ class Columns:
         used = {*named, *vars(self).values()}
         strange = [name for name in names if name not in used]
         lacks_prompt = self.prompt is None and not asks
-        if "messages" in strange and (lacks_prompt or not self.has_media):
+        lacks_something = lacks_prompt or not self.has_media
+        if "messages" in strange and lacks_something:
             raise InvalidJob(
                 f"{table} has a column 'messages', and chats are read from JSON lines (.jsonl) alone; "
                 f"{_something_else('image', table, 'messages')} says that it is something else"
@@ -172,10 +193,11 @@ class Columns:
                 return name, wanted[likely]
         if self.has_media:
             return None
-        for name in sorted(strange, key=_is_fact):
-            if says_media(name):
-                return name, "image"
-        return None
+        of_pictures = filter(says_media, sorted(strange, key=_is_fact))
+        found = next(of_pictures, None)
+        if found is None:
+            return None
+        return (found, "image")
 
 
 def _those_in(names: Collection[str], usual: Sequence[str]) -> list[str]:
@@ -199,13 +221,17 @@ def _option(what: str, table: str, name: str | None = None) -> str:
     """Return the option for a column, on the command line or in Python."""
     if table in PYTHON_TABLES:
         return f"{what}=" if name is None else f"{what}={name!r}"
+    option = f"--{what}-column"
     if name is None:
-        return f"--{what}-column"
-    return f"--{what}-column {name or repr(name)}"
+        return option
+    return f"{option} {name or repr(name)}"
 
 
 def _something_else(what: str, table: str, name: str) -> str:
-    return f"{what}=''" if table in PYTHON_TABLES else f"--columns {name}"
+    """Return the option that says that a column is something else."""
+    if table in PYTHON_TABLES:
+        return f"{what}=''"
+    return f"--columns {name}"
 
 
 def _is_fact(name: str) -> bool:
@@ -217,72 +243,85 @@ def flag_overlooked_media(row: JobRow, table: str, folder: str = "") -> JobRow:
     if row.error is not None:
         return row
     for name, value in row.columns.items():
-        if not _is_overlooked(name, value, folder):
-            continue
-        like = ""
-        if isinstance(value, str) and len(value) <= 100:
-            like = f" ({value} looks like one)"
-        error = (
-            f"{table} has no column of images, but {name!r}: {_option('image', table, name)} takes it for that{like}, and "
-            f"{_option('image', table, '')} says that rows are asked without"
-        )
-        return replace(row, error=error)
+        if _is_overlooked(name, value, folder):
+            like = _said_in_brackets(value, "looks like one")
+            error = f"{table} has no column of images, but {name!r}: {_either(name, table, like)}"
+            return replace(row, error=error)
     return row
+
+
+def _said_in_brackets(value: Any, said: str) -> str:
+    """Say something of a short text; "" for others."""
+    if not isinstance(value, str) or len(value) > MOST_SHOWN:
+        return ""
+    return f" ({value} {said})"
+
+
+def _either(name: str, table: str, like: str) -> str:
+    """Say how a column is taken for pictures, and how rows are asked without."""
+    takes, without = _option("image", table, name), _option("image", table, "")
+    return f"{takes} takes it for that{like}, and {without} says that rows are asked without"
 
 
 def _is_overlooked(name: str, value: Any, folder: str) -> bool:
     if names_media(value, folder):
         return True
-    return says_media(name) and isinstance(value, str) and is_url(value)
+    return says_media(name) and isinstance(value, str) and is_address(value)
 
 
 def flag_doubtful_media(
     row: JobRow, own: Columns, table: str, folder: str = ""
 ) -> JobRow:
     """Add an error if a row's doubtful column holds no picture."""
-    if own.image is not None or not row.images or row.error is not None:
+    if own.image is not None or row.error is not None or not row.images:
         return row
     for name in DOUBTFUL_NAMES:
         value = row.columns.get(name)
-        if not isinstance(value, str) or not value:
-            continue
-        is_taken = row.images == media_of(value, folder)
-        if not is_taken or names_media(value, folder):
-            continue
-        like = f" ({value} does not look like one)" if len(value) <= 100 else ""
-        error = (
-            f"{table} has no column that surely holds images, but {name!r}: {_option('image', table, name)} takes it for "
-            f"that{like}, and {_option('image', table, '')} says that rows are asked without"
-        )
-        return replace(row, error=error)
+        if _is_mistaken(value, row, folder):
+            like = _said_in_brackets(value, "does not look like one")
+            error = f"{table} has no column that surely holds images, but {name!r}: {_either(name, table, like)}"
+            return replace(row, error=error)
     return row
+
+
+def _is_mistaken(value: Any, row: JobRow, folder: str) -> bool:
+    """Whether a row's pictures are a text that names none."""
+    if not isinstance(value, str) or names_media(value, folder):
+        return False
+    return row.images == media_of(value, folder)
 
 
 def names_media(value: Any, folder: str) -> bool:
     """Whether a cell is a picture or a video, or names one."""
+    if isinstance(value, Image.Image):
+        return True
     if isinstance(value, str):
         return _text_names_media(value, folder)
     if isinstance(value, (bytes, bytearray)):
         return MAGIC.match(value) is not None
     if isinstance(value, Mapping):
-        held = [value.get(name) for name in ("bytes", "path", "url")]
-        return any(names_media(one, folder) for one in held)
-    if isinstance(value, (list, tuple)):
-        return any(names_media(one, folder) for one in value)
-    return isinstance(value, Image.Image)
+        value = [value.get(name) for name in ("bytes", "path", "url")]
+    if not isinstance(value, (list, tuple)):
+        return False
+    return any(names_media(one, folder) for one in value)
 
 
 def _text_names_media(value: str, folder: str) -> bool:
-    if BASE64.match(value) or value.startswith(("data:image/", "data:video/")):
+    if BASE64.match(value) or DATA_MEDIA.match(value):
         return True
     if len(value) > LONGEST_PATH or "\n" in value:
         return False
-    path = value.partition("?")[0] if is_url(value) else value
-    suffix = os.path.splitext(path)[1].lower()
+    suffix = os.path.splitext(_without_query(value))[1].lower()
     if suffix not in _media_suffixes():
         return False
-    is_one_word = not re.search(r"\s", value.strip())
-    return is_one_word or os.path.isfile(located(value, folder))
+    words = value.split()
+    return len(words) == 1 or os.path.isfile(located(value, folder))
+
+
+def _without_query(path: str) -> str:
+    if not is_address(path):
+        return path
+    return path.partition("?")[0]
 
 
 @cache
@@ -301,10 +340,11 @@ class _CellMedia:
     @classmethod
     def of(cls, cells: Mapping[str, Any], columns: Columns, folder: str) -> _CellMedia:
         """Read a row's cells. Raises InvalidJob."""
-        images = media_of(_cell(cells, columns.image), folder)
-        videos = media_of(_cell(cells, columns.video), folder)
-        audios = audios_of(_cell(cells, columns.audio), folder)
-        return cls(images, videos, audios)
+        return cls(
+            images=media_of(_cell(cells, columns.image), folder),
+            videos=media_of(_cell(cells, columns.video), folder),
+            audios=audios_of(_cell(cells, columns.audio), folder),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos or self.audios)
@@ -315,11 +355,15 @@ class _CellMedia:
 
 
 def _cell(cells: Mapping[str, Any], name: str | None) -> Any:
-    return cells.get(name) if name else None
+    if name:
+        return cells.get(name)
+    return None
 
 
 def _kind_of_medium(medium: ImageInput) -> str:
-    return kind_of(medium) if isinstance(medium, str) else "image"
+    if isinstance(medium, str):
+        return kind_of(medium)
+    return "image"
 
 
 def row_of_cells(
@@ -356,12 +400,18 @@ def row_of_cells(
 
 def _empty_column(cells: Mapping[str, Any], columns: Columns) -> str | None:
     """Return the first column of media; None without one, and where an empty list says that there are none."""
-    names = [one for one in (columns.image, columns.video, columns.audio) if one]
-    for name in names:
-        value = cells.get(name)
-        if isinstance(value, (list, tuple)) and not value:
-            return None
-    return names[0] if names else None
+    known = (columns.image, columns.video, columns.audio)
+    names = list(filter(None, known))
+    if not names:
+        return None
+    says_none = any(_is_empty_list(cells.get(name)) for name in names)
+    if says_none:
+        return None
+    return names[0]
+
+
+def _is_empty_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not value
 
 
 def id_of(value: Any, place: str) -> str:
@@ -369,7 +419,8 @@ def id_of(value: Any, place: str) -> str:
     if value is None or _is_nan(value):
         return place
     text = str(value)
-    return text if text.strip() else place
+    is_blank = not text.strip()
+    return place if is_blank else text
 
 
 def _is_nan(value: Any) -> bool:
@@ -379,13 +430,12 @@ def _is_nan(value: Any) -> bool:
 
 def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
     """Return a cell's media: paths, URLs, bytes or mappings of these."""
-    if value is None or _is_nan(value):
+    if _is_empty(value):
         return ()
     if isinstance(value, str):
-        return (_of_text(value, folder),) if value else ()
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        is_empty = isinstance(value, bytes) and not value
-        return () if is_empty else (bytes(value),)
+        return (_of_text(value, folder),)
+    if isinstance(value, BYTES):
+        return (bytes(value),)
     if isinstance(value, os.PathLike):
         return (located(os.fspath(value), folder),)
     if isinstance(value, (Image.Image, np.ndarray)):
@@ -397,6 +447,13 @@ def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
     raise InvalidJob(
         f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}"
     )
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a cell holds nothing: an empty text, no bytes, NaN."""
+    if isinstance(value, (str, *BYTES)):
+        return not len(value)
+    return value is None or _is_nan(value)
 
 
 def _of_mapping(value: Mapping[str, Any], folder: str) -> tuple[ImageInput, ...]:
@@ -423,10 +480,14 @@ def _of_list(several: Sequence[Any], folder: str) -> tuple[ImageInput, ...]:
 
 
 def audios_of(value: Any, folder: str) -> tuple[Audio, ...]:
+    """Return a cell's recordings, as ``media_of``, or arrays as the datasets library has them."""
+    if isinstance(value, (list, tuple)):
+        found: list[Audio] = []
+        for one in value:
+            found += audios_of(one, folder)
+        return tuple(found)
     if isinstance(value, Mapping) and value.get("array") is not None:
         return (Audio(value["array"], rate=value.get("sampling_rate")),)
-    if isinstance(value, (list, tuple)):
-        return tuple(audio for one in value for audio in audios_of(one, folder))
     return tuple(map(Audio, media_of(value, folder)))
 
 
@@ -434,7 +495,7 @@ def _of_text(value: str, folder: str) -> ImageInput:
     if BASE64.match(value):
         return _of_base64(value)
     path = located(value, folder)
-    if os.path.exists(path) or is_url(path):
+    if is_address(path) or os.path.exists(path):
         return path
     return located(value.strip(), folder)
 
@@ -450,10 +511,11 @@ def _of_base64(value: str) -> bytes:
 
 def located(path: str, folder: str) -> str:
     """Return a path beside the table if it exists there or nowhere, else unchanged."""
-    is_own = is_url(path) or os.path.isabs(path) or path.startswith("~")
-    if is_own or not folder:
+    if not folder or is_address(path):
+        return path
+    if path.startswith("~") or os.path.isabs(path):
         return path
     beside = os.path.join(folder, path)
-    if os.path.exists(beside) or not os.path.exists(path):
-        return beside
-    return path
+    if os.path.exists(path) and not os.path.exists(beside):
+        return path
+    return beside

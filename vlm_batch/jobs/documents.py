@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vlm_batch.inputs.fetch import is_address, is_data_uri
 from vlm_batch.jobs.boxes import BoxForm, Region
-from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.rows import Ids, InvalidJob, count_of, spelled
@@ -49,9 +50,10 @@ class PageText:
 
     @property
     def repeats(self) -> bool:
-        return (
-            self.error is None and self.finish_reason == "length" and is_loop(self.text)
-        )
+        """Whether the answer was cut in a loop."""
+        if self.error is not None or self.finish_reason != "length":
+            return False
+        return is_loop(self.text)
 
 
 @dataclass
@@ -82,8 +84,9 @@ class Lacking:
 def _named(pages: tuple[int | None, ...]) -> str:
     if None in pages:
         return "its text"
-    named = ", ".join(map(str, pages[:8])) + (", ..." if len(pages) > 8 else "")
-    return f"page{'s' if len(pages) > 1 else ''} {named}"
+    noun = "page" if len(pages) == 1 else "pages"
+    more = ", ..." if len(pages) > 8 else ""
+    return f"{noun} {', '.join(map(str, pages[:8]))}{more}"
 
 
 def is_loop(text: str) -> bool:
@@ -96,12 +99,13 @@ def is_loop(text: str) -> bool:
         return False
     earlier = set(_pieces(text[:-num_last]))
     last = list(_pieces(text[-num_last:]))
-    num_again = sum(piece in earlier for piece in last)
+    num_again = sum(map(earlier.__contains__, last))
     return num_again >= LOOP_SHARE * len(last)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    return (text[begin : begin + PIECE] for begin in range(len(text) - PIECE + 1))
+    for begin in range(len(text) - PIECE + 1):
+        yield text[begin : begin + PIECE]
 
 
 class Documents(Sink):
@@ -160,13 +164,14 @@ class Documents(Sink):
         self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
     ) -> None:
         self._answers.check(settings, resume=resume, overwrite=overwrite, force=force)
-        self._open = {
-            name: _Document(count) for name, count in self._count_pages().items()
-        }
+        counts = self._count_pages()
+        self._open = {name: _Document(count) for name, count in counts.items()}
         kept = {} if overwrite else self._kept_names()
-        self._names = names_of(self._open, f".{self._form}", kept)
-        there = [path for path in self._paths() if path.exists()]
-        if there and not resume and not overwrite:
+        self._names = names_of(counts, f".{self._form}", kept)
+        if resume or overwrite:
+            return
+        there = list(filter(Path.exists, self._paths()))
+        if there:
             raise InvalidJob(
                 f"{count_of(len(there), 'file')} would be replaced, {there[0]} first: --resume goes on with an earlier "
                 "run's, --overwrite replaces them"
@@ -177,16 +182,16 @@ class Documents(Sink):
         kept = {}
         for record in self._answers.records():
             file = PurePosixPath(str(record.get("file") or ""))
-            is_below = not file.is_absolute() and ".." not in file.parts
-            if file.name and is_below:
+            leads_out = file.is_absolute() or ".." in file.parts
+            if file.name and not leads_out:
                 kept[str(record.get("document"))] = file
         return kept
 
     def _count_pages(self) -> Counter[str]:
-        return Counter(
-            _document_of(item.row.columns, item.id)
-            for item in self._job().items(scan=True)
-        )
+        counts = Counter[str]()
+        for item in self._job().items(scan=True):
+            counts[_document_of(item.row.columns, item.id)] += 1
+        return counts
 
     def _paths(self) -> Iterator[Path]:
         """Yield every file that is written."""
@@ -244,10 +249,8 @@ class Documents(Sink):
         path = self.folder / self._names[name]
         if is_new or not path.exists():
             self._write_text(name, path, pages)
-        if self._boxes is None:
-            return
         boxes = boxes_path(path)
-        if is_new or not boxes.exists():
+        if self._boxes is not None and (is_new or not boxes.exists()):
             _write(boxes, boxes_json(name, pages, self._facts))
 
     def _write_text(self, name: str, path: Path, pages: list[PageText]) -> None:
@@ -266,11 +269,15 @@ class Documents(Sink):
 
 
 def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
-    failed = tuple(page.page for page in pages if page.error is not None)
-    repeating = tuple(page.page for page in pages if page.repeats)
+    failed, repeating = [], []
+    for page in pages:
+        if page.error is not None:
+            failed.append(page.page)
+        if page.repeats:
+            repeating.append(page.page)
     if not failed and not repeating:
         return None
-    return Lacking(name, failed, repeating)
+    return Lacking(name, tuple(failed), tuple(repeating))
 
 
 def _write(path: Path, text: str) -> None:
@@ -322,28 +329,29 @@ def _first_size(sizes: Any) -> tuple[int, int] | None:
 def as_text(pages: list[PageText], form: str, *, has_marks: bool) -> str:
     """Join pages to Markdown ("md") or plain text ("txt")."""
     marks = has_marks and len(pages) > 1
-    return "\n\n".join(_part(page, form, has_mark=marks) for page in pages) + "\n"
+    parts = [_part(page, form, has_mark=marks) for page in pages]
+    return "\n\n".join(parts) + "\n"
 
 
 def _part(page: PageText, form: str, *, has_mark: bool) -> str:
+    name = "the document" if page.page is None else f"page {page.page}"
     lines = []
     if has_mark:
-        lines.append(_mark(_name(page), form))
+        lines.append(_mark(name, form))
     if page.error is not None:
-        lines.append(f"[{_name(page)} could not be read: {_one_line(page.error)}]")
+        lines.append(f"[{name} could not be read: {_one_line(page.error)}]")
+        return "\n\n".join(lines)
     if page.repeats:
-        lines.append(_mark(f"{_name(page)} repeats itself to its end", form))
-    if page.text and page.error is None:
+        lines.append(_mark(f"{name} repeats itself to its end", form))
+    if page.text:
         lines.append(page.text)
     return "\n\n".join(lines)
 
 
-def _name(page: PageText) -> str:
-    return "the document" if page.page is None else f"page {page.page}"
-
-
 def _mark(said: str, form: str) -> str:
-    return f"<!-- {said} -->" if form == "md" else f"----- {said} -----"
+    if form == "md":
+        return f"<!-- {said} -->"
+    return f"----- {said} -----"
 
 
 def _one_line(text: str) -> str:
@@ -356,20 +364,21 @@ def as_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
         "document": name,
         **facts,
         "missing": [page.page for page in pages if page.error is not None],
-        "pages": [
-            {
-                "page": page.page,
-                "text": page.text if page.error is None else None,
-                "error": page.error,
-                "finish_reason": page.finish_reason,
-                "repeats": page.repeats,
-                "attempts": page.attempts,
-                "size": page.size,
-            }
-            for page in pages
-        ],
+        "pages": list(map(_facts_of_page, pages)),
     }
     return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
+
+
+def _facts_of_page(page: PageText) -> dict[str, Any]:
+    return {
+        "page": page.page,
+        "text": page.text if page.error is None else None,
+        "error": page.error,
+        "finish_reason": page.finish_reason,
+        "repeats": page.repeats,
+        "attempts": page.attempts,
+        "size": page.size,
+    }
 
 
 def boxes_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
@@ -411,33 +420,34 @@ def names_of(
     kept = kept or {}
     places = dict(zip(documents, _places(documents), strict=True))
     stems = Counter(_key(place.with_suffix("")) for place in places.values())
-    taken: set[str] = set()
-    chosen: dict[str, Path] = {}
-    for name in documents:
-        if name in kept:
-            place = kept[name]
-            chosen[name] = _free_name(place.parent, place.name, suffix, taken)
+    chosen: dict[str, PurePosixPath] = {}
     for name, place in places.items():
-        if name in chosen:
-            continue
         is_alone = stems[_key(place.with_suffix(""))] == 1
-        base = place.stem if is_alone else place.name
-        chosen[name] = _free_name(place.parent, base, suffix, taken)
-    return {name: chosen[name] for name in documents}
+        chosen[name] = place.with_name(place.stem) if is_alone else place
+        chosen[name] = kept.get(name, chosen[name])
+    taken: set[str] = set()
+    files: dict[str, Path] = {}
+    # those of earlier runs first
+    for name in sorted(places, key=lambda name: name not in kept):
+        place = chosen[name]
+        files[name] = _free_name(place.parent, place.name, suffix, taken)
+    return {name: files[name] for name in documents}
 
 
 def _free_name(folder: PurePosixPath, base: str, suffix: str, taken: set[str]) -> Path:
     base = _short(base)
-    number = 1
-    while True:
-        place = folder / f"{base}{'' if number == 1 else f'-{number}'}{suffix}"
+    names = itertools.chain(
+        [base], (f"{base}-{number}" for number in itertools.count(2))
+    )
+    for name in names:
+        place = folder / f"{name}{suffix}"
         keys = {_key(place), _key(place.with_suffix(".boxes.json"))}
         # the pages' answers, and the files beside them
         is_ours = _key(place).startswith(f"{PAGES}.")
-        if not keys & taken and not is_ours:
-            taken |= keys
-            return Path(place)
-        number += 1
+        if taken.isdisjoint(keys) and not is_ours:
+            break
+    taken |= keys
+    return Path(place)
 
 
 def _key(place: PurePosixPath) -> str:
@@ -455,7 +465,8 @@ def _short(base: str) -> str:
 
 def _places(documents: list[str]) -> Iterator[PurePosixPath]:
     """Yield each document's relative place; what is no file has one at the top."""
-    folders = {name: _folder_of(name) for name in documents if not is_url(name)}
+    files = itertools.filterfalse(is_address, documents)
+    folders = {name: _folder_of(name) for name in files}
     top = os.path.commonpath(folders.values()) if folders else ""
     for name in documents:
         if name in folders:
@@ -470,7 +481,7 @@ def _folder_of(file: str) -> str:
 
 
 def _name_of_url(url: str) -> str:
+    if is_data_uri(url):
+        return "document"
     last = url.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2]
-    plain = re.sub(r"[^\w.-]+", "_", last).strip(".")
-    is_data = url.startswith("data:")
-    return plain if plain and not is_data else "document"
+    return re.sub(r"[^\w.-]+", "_", last).strip(".") or "document"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +13,7 @@ from PIL import Image
 
 from vlm_batch.assets import AUDIO_SUFFIXES, VIDEO_SUFFIXES
 from vlm_batch.inputs import heif
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.jobs.rows import InvalidJob, count_of
 
 #: Files that are skipped when a pattern names them among pictures.
@@ -53,65 +55,68 @@ class Found:
         self, path: str, *, suffixes: Collection[str], recursive: bool
     ) -> Iterator[str]:
         """Yield a path's new files, a folder's by suffix."""
-        is_folder = os.path.isdir(path)
-        for file in self._walk(path, recursive) if is_folder else (path,):
-            suffix = "" if is_url(file) else os.path.splitext(file)[1].lower()
-            is_skipped = suffix in NO_PICTURES and os.path.lexists(file)
-            if is_folder:
-                is_skipped = suffix not in suffixes
-            if is_skipped:
-                self.skipped[suffix] += 1
-            elif self.add(file):
-                yield file
-            else:
-                self.num_links += os.path.islink(file)
+        if os.path.isdir(path):
+            for file in self._walk(path, recursive):
+                suffix = _suffix_of(file)
+                yield from self._new(file, is_wanted=suffix in suffixes)
+            return
+        is_no_picture = _suffix_of(path) in NO_PICTURES and os.path.lexists(path)
+        yield from self._new(path, is_wanted=not is_no_picture)
+
+    def _new(self, file: str, *, is_wanted: bool) -> Iterator[str]:
+        """Yield a file that is wanted and new, and count others."""
+        if not is_wanted:
+            self.skipped[_suffix_of(file)] += 1
+        elif self.add(file):
+            yield file
+        else:
+            self.num_links += os.path.islink(file)
 
     def _walk(self, folder: str, recursive: bool) -> Iterator[str]:
         """Yield a folder's files, sorted, links last, each folder's once."""
-
-        def unreadable(error: OSError) -> None:
-            self.unreadable.append(str(error.filename))
-
-        walk = os.walk(folder, onerror=unreadable, followlinks=True)
+        walk = os.walk(folder, onerror=self._add_unreadable, followlinks=True)
         for where, folders, names in walk:
-            shown = sorted(one for one in folders if not _is_hidden(one))
+            shown = sorted(itertools.filterfalse(_is_hidden, folders))
             folders[:] = shown if recursive else []
             real = os.path.realpath(where)
             if real in self.folders:
                 self.num_folders_again += 1
-                folders[:] = []
+                folders.clear()
                 continue
             self.folders.add(real)
-            paths = [
-                os.path.join(where, name)
-                for name in sorted(names)
-                if not _is_hidden(name)
-            ]
+            visible = sorted(itertools.filterfalse(_is_hidden, names))
+            paths = [os.path.join(where, name) for name in visible]
             for path in sorted(paths, key=os.path.islink):
                 if os.path.isfile(path):
                     yield path
                 else:  # a link that leads nowhere, a pipe
                     self.unreadable.append(path)
 
+    def _add_unreadable(self, error: OSError) -> None:
+        self.unreadable.append(str(error.filename))
+
     def said(self) -> str:
         """Describe skipped files in one line."""
-        most_common = self.skipped.most_common()
         said = []
-        for suffix, count in most_common[:6]:
+        for suffix, count in self.skipped.most_common(6):
             said.append(f"{count} {suffix or 'without a suffix'}{_hint(suffix)}")
-        num_others = sum(count for _, count in most_common[6:])
-        if num_others:
-            said.append(f"{num_others} others")
+        others = self.skipped.most_common()[6:]
+        if others:
+            said.append(f"{sum(dict(others).values())} others")
         if self.num_folders_again:
-            said.append(
-                f"{count_of(self.num_folders_again, 'folder')} that links lead to again"
-            )
+            folders = count_of(self.num_folders_again, "folder")
+            said.append(f"{folders} that links lead to again")
         if self.num_links:
-            said.append(
-                f"{count_of(self.num_links, 'link')} to files that are there already"
-            )
+            links = count_of(self.num_links, "link")
+            said.append(f"{links} to files that are there already")
         said += [f"{folder} (cannot be read)" for folder in self.unreadable]
         return f"skipped: {', '.join(said)}" if said else ""
+
+
+def _suffix_of(file: str) -> str:
+    if is_address(file):
+        return ""
+    return os.path.splitext(file)[1].lower()
 
 
 def _is_hidden(name: str) -> bool:
@@ -119,6 +124,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _hint(suffix: str) -> str:
+    """Say how files of a suffix are read, in brackets."""
     hints: tuple[tuple[tuple[str, ...], str], ...] = (
         (VIDEO_SUFFIXES, "--videos takes them"),
         (AUDIO_SUFFIXES, "--audios takes them"),
@@ -134,19 +140,20 @@ def _hint(suffix: str) -> str:
         if suffix in suffixes:
             return f" ({hint})"
     kind = Image.EXTENSION.get(suffix)  # of pictures, but not one of FORMATS
-    return (
-        "" if kind is None else f" ({kind} is not read here: to be saved as PNG first)"
-    )
+    if kind is None:
+        return ""
+    return f" ({kind} is not read here: to be saved as PNG first)"
 
 
 def expanded(argument: str) -> list[str]:
     """Return a pattern's matches, or the normalised argument: jobs resume by names."""
-    if is_url(argument):
+    if is_address(argument):
         return [argument]
     argument = _normalised(argument)
-    if os.path.lexists(argument) or not glob.has_magic(argument):
+    if os.path.lexists(argument):
         return [argument]
-    return sorted(glob.glob(argument, recursive=True)) or [argument]
+    matches = glob.glob(argument, recursive=True)
+    return sorted(matches) or [argument]
 
 
 def _normalised(path: str) -> str:
@@ -160,16 +167,17 @@ def _normalised(path: str) -> str:
 
 def check_there(arguments: Sequence[str]) -> None:
     """Raise InvalidJob for a missing folder or pattern, or if no named file exists."""
-    missing = [one for one in arguments if _is_missing(one)]
-    must_be_there = [one for one in missing if not _is_named_file(one)]
+    missing = list(filter(is_missing, arguments))
+    must_be_there = list(itertools.filterfalse(_is_named_file, missing))
     if must_be_there:
         raise _nothing_at(must_be_there[0])
     if missing and len(missing) == len(arguments):
         raise _nothing_at(missing[0])
 
 
-def _is_missing(argument: str) -> bool:
-    if argument == "-" or is_url(argument):
+def is_missing(argument: str) -> bool:
+    """Whether no file or folder has this name, and none fits this pattern."""
+    if argument == "-" or is_address(argument):
         return False
     return not any(map(os.path.lexists, expanded(argument)))
 
@@ -185,42 +193,49 @@ def _nothing_at(argument: str) -> InvalidJob:
     return InvalidJob(f"{argument} does not exist")
 
 
-def is_url(path: str) -> bool:
-    return path.startswith(("http://", "https://", "data:"))
-
-
 def kind_of(path: str) -> str:
     """Return "image", "video" or "audio" by the suffix."""
     name = path.partition("?")[0].lower()
     if name.endswith(VIDEO_SUFFIXES):
         return "video"
-    return "audio" if name.endswith(AUDIO_SUFFIXES) else "image"
+    if name.endswith(AUDIO_SUFFIXES):
+        return "audio"
+    return "image"
 
 
 def common_folder(paths: Sequence[str]) -> str:
-    parents = {os.path.dirname(path) for path in paths}
+    """Return the deepest folder that paths share, with a separator at its end; "" if one names no folder."""
+    parents = set(map(os.path.dirname, paths))
     if "" in parents:
         return ""
-    folder = os.path.commonprefix([os.path.join(parent, "") for parent in parents])  # noqa: RUF071  (cut to whole folders below)
-    return folder[: folder.rfind(os.sep) + 1]
+    folders = [os.path.join(parent, "") for parent in parents]
+    shared = os.path.commonprefix(folders)  # noqa: RUF071  (cut to whole folders below)
+    return shared[: shared.rfind(os.sep) + 1]
 
 
 def identity(path: str) -> str:
     """Return one key for a path's spellings."""
-    return path if is_url(path) else os.path.realpath(os.path.expanduser(path))
+    if is_address(path):
+        return path
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def stat_of(path: str) -> os.stat_result | None:
+    """Return a file's facts; None if there is none."""
+    if is_address(path):
+        return None
     try:
-        return None if is_url(path) else os.stat(os.path.expanduser(path))
+        return os.stat(os.path.expanduser(path))
     except (OSError, ValueError):
         return None
 
 
 def is_file_of(path: str, there: os.stat_result | None) -> bool:
     """Whether a path leads to a file, by links of either kind."""
-    here = None if there is None else stat_of(path)
-    return here is not None and there is not None and os.path.samestat(here, there)
+    if there is None:
+        return False
+    here = stat_of(path)
+    return here is not None and os.path.samestat(here, there)
 
 
 def is_same_file(path: str, other: str) -> bool:

@@ -35,14 +35,18 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 def neutralised(text: str) -> str:
     """Return a text that no spreadsheet runs as a formula: with a ' before it, which ``restored`` takes away."""
-    is_plain = _FORMULA.match(text) is None or _NUMBER.fullmatch(text) is not None
-    return text if is_plain else f"'{text}"
+    if _NUMBER.fullmatch(text) or not _FORMULA.match(text):
+        return text
+    return f"'{text}"
 
 
 def restored(text: str) -> str:
     """Return the text that was ``neutralised``."""
     found = _FORMULA.match(text)
-    return text[1:] if found is not None and found["marks"] else text
+    has_mark = found is not None and bool(found["marks"])
+    if has_mark:
+        return text[1:]
+    return text
 
 
 class DelimitedFile:
@@ -58,18 +62,12 @@ class DelimitedFile:
     def read(self, path: Path) -> Iterator[Record]:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.reader(file, delimiter=self.separator)
-            names = [self._text(name) for name in next(reader, [])]
+            names = list(map(self._text, next(reader, [])))
             if "id" not in names:
                 raise no_output(path, "it has no column id")
-            for cells in reader:
-                if cells:
-                    yield dict(
-                        zip(
-                            names,
-                            [self._text(cell) or None for cell in cells],
-                            strict=False,
-                        )
-                    )
+            for cells in filter(None, reader):
+                texts = [self._text(cell) or None for cell in cells]
+                yield dict(zip(names, texts, strict=False))
 
     def write(
         self,
@@ -84,15 +82,16 @@ class DelimitedFile:
                 writer.writerow([self._cell(record.get(name)) for name in columns])
 
     def _text(self, cell: str) -> str:
-        return restored(cell) if self.is_safe else cell
+        if self.is_safe:
+            return restored(cell)
+        return cell
 
     def _cell(self, value: Any) -> Any:
-        cell = (
-            json.dumps(value, ensure_ascii=False)
-            if isinstance(value, (list, dict, tuple))
-            else value
-        )
-        return neutralised(cell) if self.is_safe and isinstance(cell, str) else cell
+        if isinstance(value, (list, dict, tuple)):
+            value = json.dumps(value, ensure_ascii=False)
+        if self.is_safe and isinstance(value, str):
+            return neutralised(value)
+        return value
 
 
 class ParquetFile:
@@ -122,13 +121,11 @@ class ParquetFile:
         schema = _schema(records(), columns)
         with pq.ParquetWriter(path, schema) as writer:
             for group in _groups(records()):
-                cells = {
-                    one.name: [
-                        _typed(record.get(one.name), one.type == pa.string())
-                        for record in group
-                    ]
-                    for one in schema
-                }
+                cells = {}
+                for one in schema:
+                    cells[one.name] = [record.get(one.name) for record in group]
+                    if one.type == pa.string():
+                        cells[one.name] = list(map(_as_text, cells[one.name]))
                 writer.write_table(pa.Table.from_pydict(cells, schema=schema))
 
 
@@ -136,29 +133,27 @@ def _schema(records: Iterator[Record], columns: tuple[str, ...]) -> Any:
     """Give each column its common type, or text."""
     import pyarrow as pa
 
-    fields = {name: pa.field(name, pa.null()) for name in columns}
+    types = dict.fromkeys(columns, pa.null())
     for group in _groups(records):
         for name in columns:
-            try:
-                here = pa.field(
-                    name,
-                    pa.array(
-                        [_typed(record.get(name), False) for record in group]
-                    ).type,
-                )
-                fields[name] = pa.unify_schemas(
-                    [pa.schema([fields[name]]), pa.schema([here])],
-                    promote_options="permissive",
-                ).field(0)
-            except (pa.ArrowException, OverflowError, TypeError, ValueError):
-                # no type holds all of them
-                fields[name] = pa.field(name, pa.string())
-    return pa.schema(
-        [
-            pa.field(name, pa.string()) if one.type == pa.null() else one
-            for name, one in fields.items()
-        ]
-    )
+            cells = [record.get(name) for record in group]
+            types[name] = _common_type(types[name], cells)
+    for name, kind in types.items():
+        if kind == pa.null():
+            types[name] = pa.string()
+    return pa.schema(list(types.items()))
+
+
+def _common_type(kind: Any, cells: list[Any]) -> Any:
+    """Return the type that holds values of a type and further ones; text if none does."""
+    import pyarrow as pa
+
+    try:
+        schemas = [pa.schema({"cell": one}) for one in (kind, pa.array(cells).type)]
+        both = pa.unify_schemas(schemas, promote_options="permissive")
+        return both.field(0).type
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return pa.string()
 
 
 def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
@@ -166,6 +161,8 @@ def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield group
 
 
-def _typed(value: Any, as_text: bool) -> Any:
-    is_other = value is not None and as_text and not isinstance(value, str)
-    return json.dumps(value, ensure_ascii=False) if is_other else value
+def _as_text(value: Any) -> str | None:
+    """Return a value of a column of texts: as it is, or as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)

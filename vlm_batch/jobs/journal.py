@@ -14,10 +14,10 @@ from typing import Any
 import filelock
 
 from vlm_batch._version import __version__
-from vlm_batch.checks import simplify_schema
 from vlm_batch.jobs.lines import linked_file, replace_file
 from vlm_batch.jobs.questions import PARAMETERS
 from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.schemas import simplify_schema
 from vlm_batch.types import SamplingParams
 
 #: Version of the header's form.
@@ -146,12 +146,13 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
     if SAFE in now:  # which earlier versions did not know
         before.setdefault(SAFE, now[SAFE])
     model_has_changed = _compare_models(before, now)
+    if _tables_agree(before, now):
+        before["tables"] = now.get("tables")
     other = []
     for name in sorted({*before, *now}):
         first, second = before.get(name), now.get(name)
-        if first == second or (name == "tables" and _tables_agree(before, now)):
-            continue
-        other.append(f"{name} {_difference(first, second)}")
+        if first != second:
+            other.append(f"{name} {_difference(first, second)}")
     if model_has_changed is not None:
         other.append(model_has_changed)
     if other:
@@ -167,23 +168,32 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     The same files in another place are the same model: ``before`` then names it as ``now`` does.
     """
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
-    changed = []
-    for name in sorted({*first, *second}):
-        if not _is_same(first.get(name), second.get(name)):
-            changed.append(name)
+    changed = _changed(first, second)
     if not changed:
         if first and second:
             before["model"] = now["model"]
         return None
-    is_one_model = before.get("model") == now.get("model") or len(changed) < len(first)
-    if not is_one_model:  # the names of two models say enough
-        return None
+    has_one_name = before.get("model") == now.get("model")
+    has_same_files = len(changed) < len(first)
+    if not has_one_name and not has_same_files:
+        return None  # the names of two models say enough
     told = []
     for name in changed[:3]:
         new = " (new)" if name not in first else ""
         gone = " (gone)" if name not in second else ""
         told.append(f"{name}{new}{gone}")
     return f"the model's files have changed: {', '.join(told)}"
+
+
+def _changed(
+    first: Mapping[str, Stamp | None], second: Mapping[str, Stamp | None]
+) -> list[str]:
+    """Return the files whose stamps differ, sorted."""
+    found = []
+    for name in sorted({*first, *second}):
+        if not _is_same(first.get(name), second.get(name)):
+            found.append(name)
+    return found
 
 
 def _settle(settings: dict[str, Any]) -> None:
@@ -195,8 +205,10 @@ def _settle(settings: dict[str, Any]) -> None:
 
 
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the tables that both have are the same."""
     first, second = before.get("tables") or {}, now.get("tables") or {}
-    return all(first[name] == second[name] for name in first.keys() & second.keys())
+    both = first.keys() & second.keys()
+    return all(first[name] == second[name] for name in both)
 
 
 #: A file's size and time of change, and a digest of what it holds.
@@ -205,14 +217,19 @@ Stamp = list[int | str]
 
 def stamp(path: str | Path, blocks: int) -> Stamp | None:
     found = times_of([path])
-    return [*found[0], fingerprint(path, blocks)] if found else None
+    if found:
+        return [*found[0], fingerprint(path, blocks)]
+    return None
 
 
 def _is_same(first: Stamp | None, second: Stamp | None) -> bool:
     """Compare stamps by content: files are touched and copied."""
-    return first == second or (
-        first is not None and second is not None and first[2:] == second[2:] != []
-    )
+    if first == second:
+        return True
+    if first is None or second is None:
+        return False
+    content = first[2:]
+    return bool(content) and content == second[2:]
 
 
 def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
@@ -221,12 +238,7 @@ def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
         with open(os.path.expanduser(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             found = hashlib.blake2b(str(size).encode(), digest_size=16)
-            last = max(0, size - BLOCK)
-            for place in (
-                range(0, size, BLOCK)
-                if size <= blocks * BLOCK
-                else range(0, last + 1, last // (blocks - 1))
-            ):
+            for place in _places_of_blocks(size, blocks):
                 file.seek(place)
                 found.update(file.read(BLOCK))
             return found.hexdigest()
@@ -234,13 +246,21 @@ def fingerprint(path: str | Path, blocks: int = MEDIUM_BLOCKS) -> str:
         return ""
 
 
+def _places_of_blocks(size: int, blocks: int) -> range:
+    """Return where the blocks of a file begin: all of them, or as many as ``blocks``, the last at its end."""
+    if size <= blocks * BLOCK:
+        return range(0, size, BLOCK)
+    last = size - BLOCK
+    return range(0, last + 1, last // (blocks - 1))
+
+
 def model_files(folder: Path) -> dict[str, Stamp | None]:
     """Return stamps of files that decide answers."""
-    return {
-        path.name: stamp(path, MODEL_BLOCKS)
-        for path in folder.iterdir()
-        if path.suffix in MODEL_SUFFIXES
-    }
+    found = {}
+    for path in folder.iterdir():
+        if path.suffix in MODEL_SUFFIXES:
+            found[path.name] = stamp(path, MODEL_BLOCKS)
+    return found
 
 
 def times_of(paths: Iterable[str | Path]) -> list[list[int]]:

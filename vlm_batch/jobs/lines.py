@@ -28,9 +28,8 @@ class CannotWrite(VLMBatchError):
 
 def encoded(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of valid UTF-8."""
-    return (
-        spelled(json.dumps(record, ensure_ascii=False, allow_nan=False), "\\\\") + "\n"
-    ).encode()
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    return (spelled(text, "\\\\") + "\n").encode()
 
 
 class LineFile:
@@ -78,26 +77,27 @@ class LineFile:
         if not self._is_watched:
             return
         ours = os.fstat(self._file.fileno())
-        try:
-            there = os.stat(self.path)
-        except OSError:
-            there = None
-        if there is not None and os.path.samestat(ours, there):
-            if ours.st_size < self._size:
-                raise CannotWrite(
-                    f"{self.path} was cut from {self._size:,} to {ours.st_size:,} bytes while it was written"
-                )
-            return
-        if ours.st_nlink:
+        there = _stat_of(self.path)
+        if there is None or not os.path.samestat(ours, there):
+            raise self._is_elsewhere(ours, there)
+        if ours.st_size < self._size:
             raise CannotWrite(
+                f"{self.path} was cut from {self._size:,} to {ours.st_size:,} bytes while it was written"
+            )
+
+    def _is_elsewhere(
+        self, ours: os.stat_result, there: os.stat_result | None
+    ) -> CannotWrite:
+        if ours.st_nlink:
+            return CannotWrite(
                 f"{self.path} was moved while it was written; its answers are where it was moved to"
             )
         if there is None:
-            raise CannotWrite(
+            return CannotWrite(
                 f"{self.path} was deleted while it was written; {self._written_to(self.path)}"
             )
         beside = self.path.with_name(f"{self.path.name}.replaced")
-        raise CannotWrite(
+        return CannotWrite(
             f"{self.path} was replaced by another file while it was written; {self._written_to(beside)}"
         )
 
@@ -125,11 +125,15 @@ class LineFile:
 
 def repair(path: Path) -> None:
     """Cut off an incomplete last line, or end a complete one."""
-    size, torn = path.stat().st_size, torn_bytes(path)
+    torn = torn_bytes(path)
     with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
         if torn:
             file.truncate(size - torn)
-        elif size and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+        if torn or not size:
+            return
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
             file.write(b"\n")
 
 
@@ -142,10 +146,15 @@ def torn_bytes(path: Path) -> int:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         last = data[data.rfind(b"\n") + 1 :]
+    if not last:
+        return 0
     try:
-        return 0 if not last or isinstance(json.loads(last), dict) else len(last)
+        is_whole = isinstance(json.loads(last), dict)
     except ValueError:
-        return len(last)
+        is_whole = False
+    if is_whole:
+        return 0
+    return len(last)
 
 
 def has_lines(path: Path) -> bool:
@@ -165,18 +174,34 @@ def read_answers(path: Path) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-                wrong = None if isinstance(record, dict) else "is not an object"
+                record = _record_of(line)
             except ValueError as error:
-                wrong = f"is not JSON: {error}"
-            if wrong is None and "id" not in record:
-                wrong = "has no id"
-            if wrong is not None and not is_output:
-                raise no_output(path, f"line {number} {wrong}")
-            if wrong is not None:
-                raise InvalidJob(f"{path}, line {number} {wrong}; take the line out")
+                why = f"line {number} {error}"
+                if not is_output:
+                    raise no_output(path, why) from error
+                raise InvalidJob(f"{path}, {why}; take the line out") from error
             is_output = True
             yield record
+
+
+def _record_of(line: bytes) -> Record:
+    """Parse a line. Raises ValueError, which says what it is instead of a record."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError("is not an object")
+    if "id" not in record:
+        raise ValueError("has no id")
+    return record
+
+
+def _stat_of(path: Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
 
 
 def no_output(path: Path, why: str) -> InvalidJob:
@@ -188,16 +213,16 @@ def no_output(path: Path, why: str) -> InvalidJob:
 
 def is_device(path: Path) -> bool:
     """Whether a path leads to a device or a pipe."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    is_ordinary = path.is_file() or path.is_dir()
+    return not is_ordinary and path.exists()
 
 
 def linked_file(path: Path) -> Path:
     """Return the file that a link leads to, which need not exist. Others, devices and pipes stay as they are named."""
-    return (
-        Path(os.path.realpath(path))
-        if path.is_symlink() and not is_device(path)
-        else path
-    )
+    is_link = path.is_symlink() and not is_device(path)
+    if is_link:
+        return Path(os.path.realpath(path))
+    return path
 
 
 @contextlib.contextmanager

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_batch.handle import Handle
 from vlm_batch.jobs.answers import with_form
-from vlm_batch.jobs.arrow import BATCH_ROWS, picture_columns, picture_features, stored
+from vlm_batch.jobs.arrow import (
+    BATCH_ROWS,
+    picture_columns,
+    picture_features,
+    rows_of,
+    stored,
+)
 from vlm_batch.jobs.cells import (
     THE_TABLE,
     Columns,
@@ -22,6 +28,7 @@ from vlm_batch.jobs.cells import (
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.runner import submitted_row
+from vlm_batch.progress import progress_bar
 from vlm_batch.types import Result, SamplingParams, params_of
 
 if TYPE_CHECKING:
@@ -47,6 +54,7 @@ def map_table(
     system: str | None = None,
     params: SamplingParams | Mapping[str, Any] | None = None,
     into: str = "answer",
+    progress: bool = False,
 ) -> Any:
     """Ask about every row of a table; return it with three more columns.
 
@@ -58,6 +66,7 @@ def map_table(
         prompt: May name columns (``"What is on this {kind}?"``); None asks the column "prompt".
         image: Column of paths, URLs, bytes or pictures; found if None. ``video`` and ``audio`` likewise.
         into: Column of the text; ``into_error`` says why it is missing, ``into_tokens`` counts tokens.
+        progress: Show a progress bar on stderr.
 
     Raises:
         InvalidJob: The table or columns do not fit.
@@ -65,7 +74,7 @@ def map_table(
     questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
     names = (into, f"{into}_error", f"{into}_tokens")
     given = Columns(image=image, video=video, audio=audio)
-    asked = _Asked(batcher, prompt, given, questions, names)
+    asked = _Asked(batcher, prompt, given, questions, names, progress)
     # a library that nobody has imported has made no table
     pandas, polars, datasets = map(sys.modules.get, ("pandas", "polars", "datasets"))
     if pandas is not None and isinstance(table, pandas.DataFrame):
@@ -87,12 +96,13 @@ def _map_pandas(asked: _Asked, table: Any) -> Any:
             yield from table.iloc[start : start + BATCH_ROWS].to_dict("records")
 
     names = [str(name) for name in table.columns]
-    return table.assign(**asked.lists(rows(), names, []))
+    return table.assign(**asked.lists(rows(), names, [], len(table)))
 
 
 def _map_dataset(asked: _Asked, table: Any) -> Any:
-    rows = _rows_of(stored(table))
-    found = asked.lists(rows, table.column_names, picture_features(table))
+    rows = rows_of(stored(table))
+    pictures = picture_features(table)
+    found = asked.lists(rows, table.column_names, pictures, len(table))
     for name, values in found.items():
         table = table.add_column(name, values)
     return table
@@ -105,6 +115,7 @@ class _Asked:
     given: Columns
     questions: Questions
     names: tuple[str, str, str]
+    progress: bool
 
     def columns(self, names: list[str], pictures: list[str]) -> Columns:
         """Return where the rows' media are. Raises InvalidJob."""
@@ -116,12 +127,14 @@ class _Asked:
         self._check_prompt(names)
         found = self.given.resolve(names, THE_TABLE, pictures)
         found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
-        return found if self.prompt is not None else replace(found, prompt="prompt")
+        if self.prompt is not None:
+            return found
+        return replace(found, prompt="prompt")
 
     def _check_prompt(self, names: list[str]) -> None:
+        if self.prompt is None and "prompt" not in names:
+            raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
         if self.prompt is None:
-            if "prompt" not in names:
-                raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
             return
         missing = sorted(self.questions.columns - set(names))
         if missing:
@@ -131,21 +144,33 @@ class _Asked:
             )
 
     def answers(
-        self, rows: Iterable[Mapping[str, Any]], columns: Columns
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        columns: Columns,
+        total: int | None = None,
     ) -> Iterator[tuple[Mapping[str, Any], Answer]]:
-        """Yield rows with answers, in order."""
+        """Yield rows with answers, in order; ``total`` None: nobody knows how many."""
         ahead: deque[tuple[Mapping[str, Any], Handle | Result]] = deque()
-        try:
-            for number, cells in enumerate(rows):
-                ahead.append((cells, self._submitted(cells, columns, number)))
-                if len(ahead) == WINDOW:
-                    yield self._answered(*ahead.popleft())
-            while ahead:
-                yield self._answered(*ahead.popleft())
-        finally:  # whoever reads the answers may stop
-            for _, one in ahead:
-                if isinstance(one, Handle):
-                    one.cancel()
+        with progress_bar(total, enabled=self.progress) as advance:
+
+            def first() -> tuple[Mapping[str, Any], Answer]:
+                cells, one = ahead.popleft()
+                result = one.result() if isinstance(one, Handle) else one
+                result = with_form(self.questions.params, result)
+                advance(result)
+                return cells, _answer_of(result)
+
+            try:
+                for number, cells in enumerate(rows):
+                    ahead.append((cells, self._submitted(cells, columns, number)))
+                    if len(ahead) == WINDOW:
+                        yield first()
+                while ahead:
+                    yield first()
+            finally:  # whoever reads the answers may stop
+                for _, one in ahead:
+                    if isinstance(one, Handle):
+                        one.cancel()
 
     def _submitted(
         self, cells: Mapping[str, Any], columns: Columns, number: int
@@ -156,41 +181,35 @@ class _Asked:
             row = flag_overlooked_media(row, THE_TABLE)
         return submitted_row(self.batcher, self.questions, row)
 
-    def _answered(
-        self, cells: Mapping[str, Any], one: Handle | Result
-    ) -> tuple[Mapping[str, Any], Answer]:
-        result = one.result() if isinstance(one, Handle) else one
-        result = with_form(self.questions.params, result)
-        text = result.text if result.error is None else None
-        return cells, (text, result.error, result.usage.completion_tokens)
-
     def lists(
-        self, rows: Iterable[Mapping[str, Any]], names: list[str], pictures: list[str]
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        names: list[str],
+        pictures: list[str],
+        total: int,
     ) -> dict[str, list[Any]]:
-        """Return the new columns of a table."""
+        """Return the new columns of a table with so many rows."""
         columns = self.columns(names, pictures)
-        return self.by_name([answer for _, answer in self.answers(rows, columns)])
+        return self.by_name(
+            [answer for _, answer in self.answers(rows, columns, total)]
+        )
 
     def by_name(self, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-        return {
-            name: [answer[place] for answer in answers]
-            for place, name in enumerate(self.names)
-        }
+        found = {}
+        for place, name in enumerate(self.names):
+            found[name] = [answer[place] for answer in answers]
+        return found
 
 
-def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    return (row for batch in batches for row in batch.to_pylist())
+def _answer_of(result: Result) -> Answer:
+    text = result.text if result.error is None else None
+    return text, result.error, result.usage.completion_tokens
 
 
 def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
     import pyarrow as pa
 
-    kinds = [
-        pa.field(name, kind)
-        for name, kind in zip(
-            asked.names, (pa.string(), pa.string(), pa.int64()), strict=True
-        )
-    ]
+    kinds = list(map(pa.field, asked.names, (pa.string(), pa.string(), pa.int64())))
     if isinstance(table, pa.RecordBatchReader):
         whole = pa.schema([*table.schema, *kinds], table.schema.metadata)
         return pa.RecordBatchReader.from_batches(whole, _batches(asked, table, whole))
@@ -201,8 +220,9 @@ def _map_arrow(asked: _Asked, table: Any) -> pa.Table | pa.RecordBatchReader:
             raise InvalidJob(
                 f"{type(table).__name__} is no table of datasets, pyarrow, pandas or polars: {error}"
             ) from error
-    rows = _rows_of(table.to_batches(max_chunksize=BATCH_ROWS))
-    found = asked.lists(rows, table.schema.names, picture_columns(table.schema))
+    rows = rows_of(table.to_batches(max_chunksize=BATCH_ROWS))
+    pictures = picture_columns(table.schema)
+    found = asked.lists(rows, table.schema.names, pictures, table.num_rows)
     for field in kinds:
         table = table.append_column(field, pa.array(found[field.name], field.type))
     return table
@@ -220,7 +240,7 @@ def _batches(
     def rows() -> Iterator[Mapping[str, Any]]:
         for batch in table:
             waiting.append(batch)
-            yield from _rows_of(
+            yield from rows_of(
                 batch.slice(start, BATCH_ROWS)
                 for start in range(0, batch.num_rows, BATCH_ROWS)
             )
@@ -244,25 +264,19 @@ def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
     pictures = picture_features(dataset)
     bare = dataset
     # as they are stored: they are decoded when they are asked about
+    as_stored = datasets.Image(decode=False)
     for name in pictures:
-        kind, stored = dataset.features[name], datasets.Image(decode=False)
-        bare = bare.cast_column(
-            name, stored if isinstance(kind, datasets.Image) else type(kind)(stored)
-        )
-    columns = asked.columns(list(dataset.features or next(iter(dataset), {})), pictures)
+        kind = dataset.features[name]
+        is_list = not isinstance(kind, datasets.Image)
+        bare = bare.cast_column(name, type(kind)(as_stored) if is_list else as_stored)
+    names = list(dataset.features or next(iter(dataset), {}))
+    stream = _Stream(asked, bare, asked.columns(names, pictures))
     features = None
     if dataset.features is not None:
-        kinds = (
-            datasets.Value("string"),
-            datasets.Value("string"),
-            datasets.Value("int64"),
-        )
-        features = datasets.Features(
-            {**dataset.features, **dict(zip(asked.names, kinds, strict=True))}
-        )
-    return datasets.IterableDataset.from_generator(
-        _Stream(asked, bare, columns), features=features
-    )
+        text, number = datasets.Value("string"), datasets.Value("int64")
+        added = dict(zip(asked.names, (text, text, number), strict=True))
+        features = datasets.Features({**dataset.features, **added})
+    return datasets.IterableDataset.from_generator(stream, features=features)
 
 
 class _Stream:

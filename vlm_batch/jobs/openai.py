@@ -6,7 +6,7 @@ A request is ``{"custom_id", "method", "url", "body"}``, an answer ``{"id", "cus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean, id_of
@@ -28,6 +28,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tools": ([], None),
     "tool_choice": ("none", None),
 }
+_URL = "/v1/chat/completions"
 _LINE = ("custom_id", "method", "url", "body")
 _KNOWN = frozenset(
     (*_PARAMS, *_ONLY, *_WITHOUT_EFFECT, "messages", "logprobs", "top_logprobs")
@@ -62,13 +63,7 @@ def line_of_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
         "error": None,
     }
     if record["error"] is not None:
-        kind, colon, message = str(record["error"]).partition(": ")
-        code, message = (
-            (kind, message)
-            if colon and kind.isidentifier()
-            else ("error", str(record["error"]))
-        )
-        return {**line, "error": {"code": code, "message": message}}
+        return {**line, "error": _error_of(str(record["error"]))}
     answers = [record, *record.get("others", ())]
     prompt = record["usage"]["prompt_tokens"]
     completion = sum(one["usage"]["completion_tokens"] for one in answers)
@@ -93,6 +88,14 @@ def line_of_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
     }
 
 
+def _error_of(error: str) -> dict[str, str]:
+    """Return an error whose code is the name before its colon, if it has one."""
+    kind, colon, message = error.partition(": ")
+    if colon and kind.isidentifier():
+        return {"code": kind, "message": message}
+    return {"code": "error", "message": error}
+
+
 def record_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
     record: dict[str, Any] = {"id": line["custom_id"]}
     if error := line.get("error"):
@@ -114,20 +117,23 @@ def record_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-    steps = answer.get("logprobs")
-    content = steps and [
-        {
-            **_token(step["token_id"], step["logprob"]),
-            "top_logprobs": [_token(*one) for one in step["top"]],
-        }
-        for step in steps
-    ]
     return {
         "index": index,
         "message": {"role": "assistant", "content": answer["text"], "refusal": None},
-        "logprobs": None if steps is None else {"content": content, "refusal": None},
+        "logprobs": _logprobs(answer.get("logprobs")),
         "finish_reason": answer["finish_reason"],
     }
+
+
+def _logprobs(steps: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    if steps is None:
+        return None
+    content = []
+    for step in steps:
+        chosen = _token(step["token_id"], step["logprob"])
+        top = [_token(*one) for one in step["top"]]
+        content.append({**chosen, "top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
 def _token(token_id: int, logprob: float) -> dict[str, Any]:
@@ -135,54 +141,76 @@ def _token(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def _params(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of a body. Raises ValueError."""
     params = {}
     for name, value in body.items():
         if name in _PARAMS and value is not None:
             params[_PARAMS[name]] = value
-    if "json_schema" in params:
-        params["json_schema"] = _schema(params["json_schema"])
-        if params["json_schema"] is None:
-            del params["json_schema"]
+    schema = _schema(params.pop("json_schema", None))
+    if schema is not None:
+        params["json_schema"] = schema
     bias = params.get("logit_bias", {})
     if not isinstance(bias, dict):
         raise ValueError("logit_bias maps token ids to numbers")
     if bias:
         params["logit_bias"] = {int(token): value for token, value in bias.items()}
+    top = body.get("top_logprobs") or 0
     if body.get("logprobs"):
-        params["logprobs"] = body.get("top_logprobs") or 0
-    elif body.get("top_logprobs"):
+        params["logprobs"] = top
+    elif top:
         raise ValueError("top_logprobs needs logprobs: true")
     return params
 
 
 def _schema(given: Any) -> Mapping[str, Any] | None:
-    kind = given.get("type") if isinstance(given, dict) else None
+    """Return the schema of a ``response_format``; None for text. Raises ValueError."""
+    if given is None:
+        return None
+    written = _mapping(given)
+    kind = written.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
-    named = given.get("json_schema") if kind == "json_schema" else None
-    schema = named.get("schema") if isinstance(named, dict) else None
-    if isinstance(schema, dict):
+    schema = _mapping(written.get("json_schema")).get("schema")
+    if kind == "json_schema" and isinstance(schema, dict):
         return schema
     raise ValueError(
         "response_format is text, json_object, or json_schema with its schema"
     )
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping as it is, and anything else as an empty one."""
+    if isinstance(value, dict):
+        return value
+    return {}
+
+
 def _wrong(line: Mapping[str, Any]) -> str | None:
-    body = line["body"]
-    for name in line:
-        if name not in _LINE:
-            return f"the line has {name!r} beside its body{did_you_mean(name, _LINE)}"
-    method, url = line.get("method", "POST"), line.get("url", "/v1/chat/completions")
-    if method != "POST" or url != "/v1/chat/completions":
-        return f"{method} {line.get('url')} is not answered here; POST /v1/chat/completions is"
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        return "body has no list of messages"
-    for name, value in body.items():
-        if name in _ONLY and value not in _ONLY[name]:
-            return f"{name} is {value!r}, which is not done here; leave it out"
+    """Return what is wrong with a line; None if nothing is."""
+    wrong = _wrong_line(line)
+    if wrong is not None:
+        return wrong
+    for name, value in line["body"].items():
         if name not in _KNOWN:
-            return f"body has {name!r}, which is not known here{did_you_mean(name, _KNOWN)}; leave it out"
+            hint = did_you_mean(name, _KNOWN)
+            return f"body has {name!r}, which is not known here{hint}; leave it out"
+        if value not in _ONLY.get(name, (value,)):
+            return f"{name} is {value!r}, which is not done here; leave it out"
     return None
+
+
+def _wrong_line(line: Mapping[str, Any]) -> str | None:
+    strange = [name for name in line if name not in _LINE]
+    if strange:
+        hint = did_you_mean(strange[0], _LINE)
+        return f"the line has {strange[0]!r} beside its body{hint}"
+    asked = (line.get("method", "POST"), line.get("url", _URL))
+    if asked != ("POST", _URL):
+        return f"{asked[0]} {line.get('url')} is not answered here; POST {_URL} is"
+    body = line["body"]
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if isinstance(messages, list):
+        return None
+    return "body has no list of messages"

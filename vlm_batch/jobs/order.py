@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Iterator
 
@@ -19,15 +20,26 @@ def by_size(items: Iterator[Item]) -> Iterator[Item]:
     """Yield items, sorted by size within a window."""
     while window := list(_window(items)):
         if len(window) > LEAST:
-            window.sort(key=lambda pair: pair[0])
-        yield from (item for _, item in window)
+            window.sort(key=operator.itemgetter(0))
+        yield from map(operator.itemgetter(1), window)
 
 
 def _window(items: Iterator[Item]) -> Iterator[tuple[tuple[object, ...], Item]]:
+    """Yield the next items with what they are sorted by: their pictures' sizes, then the prompt's length."""
     end = time.monotonic() + LOOK_SECONDS
     for item in itertools.islice(items, WINDOW):
-        files = [one for one in item.row.images if isinstance(one, str)]
-        sizes = [size_of_file(file) or (0, 0) for file in files]
-        yield (sizes, len(item.prompt or "")), item
+        files = filter(_is_name, item.row.images)
+        sizes = list(map(_size_of, files))
+        num_characters = len(item.prompt or "")
+        yield (sizes, num_characters), item
         if time.monotonic() > end:
             return
+
+
+def _is_name(image: object) -> bool:
+    return isinstance(image, str)
+
+
+def _size_of(file: str) -> tuple[int, int]:
+    """Return a picture's width and height; (0, 0) if they are unknown."""
+    return size_of_file(file) or (0, 0)

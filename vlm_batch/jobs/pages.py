@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ _SPAN = re.compile(r"(\d+)?(-)?(\d+)?")
 class PageRange:
     """Chosen pages, counted from 1: ``1-20,35``, ``10-`` to the end, ``-5`` from the beginning."""
 
-    spans: tuple[tuple[int, int | None], ...]
+    spans: tuple[tuple[int, float], ...]
     text: str
 
     @classmethod
@@ -24,28 +25,27 @@ class PageRange:
         return cls(tuple(map(_span, text.split(","))), text)
 
     def has(self, page: int) -> bool:
-        return any(
-            first <= page and (last is None or page <= last)
-            for first, last in self.spans
-        )
+        """Whether a page, counted from 1, is chosen."""
+        return any(first <= page <= last for first, last in self.spans)
 
 
-def _span(text: str) -> tuple[int, int | None]:
+def _span(text: str) -> tuple[int, float]:
+    """Parse one page, or a range of them."""
     match = _SPAN.fullmatch(text.replace(" ", ""))
-    if match is None or not (match[1] or match[3]):
+    first, dash, last = match.groups() if match is not None else ("", "", "")
+    if not first and not last:
         raise InvalidJob(
             f"--pages has {text!r}; it takes pages and ranges of them, as 1-20,35"
         )
-    first = int(match[1] or 1)
-    last: int | None = first
-    if match[2]:
-        last = int(match[3]) if match[3] else None
-    is_upwards = last is None or first <= last
-    if first < 1 or not is_upwards:
+    begin = int(first or 1)
+    end: float = begin
+    if dash:
+        end = int(last) if last else math.inf
+    if not 1 <= begin <= end:
         raise InvalidJob(
             f"--pages has {text!r}; pages are counted from 1, and a range goes upwards"
         )
-    return first, last
+    return begin, end
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class ChosenPages(Source):
         return self.inner.numbered
 
     def rows(self) -> Iterator[JobRow]:
-        has_any, last = False, None
-        for row in self.inner.rows():
-            page = row.columns.get("page")
+        num_chosen, last = 0, None
+        for last in self.inner.rows():
+            page = last.columns.get("page")
             if page is None or self.pages.has(page):
-                has_any = True
-                yield row
-            last = row
-        if last is not None and not has_any:
-            path, count = last.columns["path"], last.columns["pages"]
-            yield JobRow(
-                id=path,
-                error=f"{path} has {count} pages, and none of --pages {self.pages.text}",
-            )
+                num_chosen += 1
+                yield last
+        if last is None or num_chosen:
+            return
+        path, count = last.columns["path"], last.columns["pages"]
+        yield JobRow(
+            id=path,
+            error=f"{path} has {count} pages, and none of --pages {self.pages.text}",
+        )

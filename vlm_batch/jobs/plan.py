@@ -62,9 +62,10 @@ class Plan:
     def add(
         self, item: Item, done: Ids, failed: Ids, stamps: Mapping[int, Stamp]
     ) -> None:
+        """Count a row."""
         assert self.total is not None
         self.total += 1
-        self.own += item.row.prompt is not None or item.row.messages is not None
+        self.own += item.row.asks_itself
         if item.id in done:
             self.done += 1
             self._compare(item, stamps.get(digest(item.id)))
@@ -75,26 +76,31 @@ class Plan:
 
     def _compare(self, item: Item, before: Stamp | None) -> None:
         """Compare an answered row with what it was."""
-        if before is None or before.asked is None:
+        if before is None:
+            self.unknown += 1
+            return
+        if before.asked is None:
             self.unknown += 1
         elif before.asks_else(item):
             self.otherwise.append(item.id)
-        if before is not None and before.has_other_files(item.row):
+        if before.has_other_files(item.row):
             self.changed.append(item.id)
 
     def check_resumable(self) -> None:
         """Raise InvalidJob if the output's rows have other names, other questions or changed files."""
         remedy = "--overwrite asks all rows again, --force keeps their answers"
         if self.changed:
+            rows = count_of(len(self.changed), "answered row")
             raise InvalidJob(
-                f"files of {count_of(len(self.changed), 'answered row')} have changed since: {_named(self.changed)}. {remedy}"
+                f"files of {rows} have changed since: {_named(self.changed)}. {remedy}"
             )
         if self.otherwise:
+            rows = count_of(len(self.otherwise), "answered row")
             raise InvalidJob(
-                f"{count_of(len(self.otherwise), 'answered row')} asked something else (prompt, messages, params or pictures): "
-                f"{_named(self.otherwise)}. {remedy}"
+                f"{rows} asked something else (prompt, messages, params or pictures): {_named(self.otherwise)}. {remedy}"
             )
-        if self.others and not self.done and not self.failed_before:
+        num_known = self.done + self.failed_before
+        if self.others and not num_known:
             raise InvalidJob(
                 f"none of the {count_of(self.others, 'answer')} in the output is to one of these rows: "
                 "are paths spelled as in its first run? --force goes on all the same"
@@ -102,9 +108,10 @@ class Plan:
 
     @property
     def left(self) -> int | None:
-        return (
-            None if self.total is None else self.total - self.done - self.failed_before
-        )
+        """Rows to ask; None if their number is unknown."""
+        if self.total is None:
+            return None
+        return self.total - self.done - self.failed_before
 
 
 @dataclass
@@ -119,62 +126,69 @@ class Job:
 
     def items(self, *, scan: bool = False) -> Iterator[Item]:
         """Yield this shard's questions; ``scan`` skips pictures' contents."""
-        return (item for item in self._all_items(scan) if self.shard.has(item.id))
+        for item in self._all_items(scan):
+            if self.shard.has(item.id):
+                yield item
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        number = 0
+        for number, item in enumerate(self._unnumbered(scan)):
+            yield replace(item, number=number)
+
+    def _unnumbered(self, scan: bool) -> Iterator[Item]:
         for source in self.sources:
-            for row in self._rows_of(source, scan):
-                for item in self.questions.ask(row):
-                    yield replace(item, number=number)
-                    number += 1
+            rows = self._scanned(source) if scan else self._rows_of(source)
+            for row in rows:
+                yield from self.questions.ask(row)
 
     @cached_property
     def named(self) -> frozenset[str]:
-        carried = (
-            name.removeprefix("columns.")
-            for name in self.carried
-            if name not in ANSWER_FIELDS
+        """Columns of rows that a prompt or the output names."""
+        carried = set(self.carried) - ANSWER_FIELDS
+        return self.questions.columns.union(
+            name.removeprefix("columns.") for name in carried
         )
-        return self.questions.columns.union(carried)
 
     def _known(self, row: JobRow) -> JobRow:
         """Add an error to a row that has what no request has."""
-        if row.error is not None:
+        strange = set(row.strange) - self.named
+        if row.error is not None or not strange:
             return row
-        for name in row.strange:
-            if name not in self.named:
-                return replace(row, error=_said_of(name))
-        return row
+        first = next(filter(strange.__contains__, row.strange))
+        return replace(row, error=_said_of(first))
 
-    def _rows_of(self, source: Source, scan: bool) -> Iterator[JobRow]:
-        """Yield a source's rows; exceptions become the last row's error.
+    def _rows_of(self, source: Source) -> Iterator[JobRow]:
+        """Yield a source's rows; exceptions become the last row's error."""
+        watch = _MediaWatch(source)
+        try:
+            for row in map(self._known, source.rows()):
+                yield watch.seen(watch.checked(row))
+        except Exception as error:  # whatever Arrow, datasets and disks have
+            yield _damaged(source, error)
+
+    def _scanned(self, source: Source) -> Iterator[JobRow]:
+        """Yield a source's rows, likewise, without their pictures.
 
         Raises InvalidJob if a column holds pictures but no row has one.
         """
-        given = source.own if isinstance(source, TABLES) else None
-        watch = _MediaWatch(source, given)
+        watch = _MediaWatch(source)
         try:
-            for row in map(self._known, source.scan() if scan else source.rows()):
+            for row in map(self._known, source.scan()):
                 sure = watch.checked(row)
-                if scan and sure is not row:
+                if sure is not row:
                     raise InvalidJob(sure.error or "")
                 yield watch.seen(sure)
-        except Exception as error:  # whatever Arrow, datasets and disks have
-            if scan and isinstance(error, InvalidJob):  # nothing has begun yet
-                raise
-            yield JobRow(
-                id=f"{source.name}:damaged",
-                error=f"{source.name} cannot be read to its end: {describe(error)}",
-            )
-        if not scan or watch.has_media:
-            return
-        if watch.left_out is not None:
+        except InvalidJob:  # nothing has begun yet
+            raise
+        except Exception as error:
+            yield _damaged(source, error)
+        if watch.left_out is not None and not watch.has_media:
             raise InvalidJob(watch.left_out)
-        if source.found is not None:
-            source.found.check_overlooked(
-                source.columns or (), source.name, self.named, asks=self._asks
-            )
+        if source.found is not None and not watch.has_media:
+            self._check_overlooked(source, source.found)
+
+    def _check_overlooked(self, source: Source, found: Columns) -> None:
+        names = source.columns or ()
+        found.check_overlooked(names, source.name, self.named, asks=self._asks)
 
     @property
     def _asks(self) -> bool:
@@ -188,12 +202,8 @@ class Job:
         """Return settings that resumed runs must share."""
         tables = {}
         for source in self.sources:
-            if source.is_once or not source.numbered:
-                continue
-            file = source.name
-            if os.path.isdir(file):
-                file = os.path.join(file, "state.json")
-            tables[source.name] = journal.fingerprint(file)
+            if source.numbered and not source.is_once:
+                tables[source.name] = _fingerprint(source)
         return {
             **self.questions.settings(),
             "shard": str(self.shard),
@@ -209,34 +219,31 @@ class Job:
         if self.is_once:
             self._check_carried(frozenset(), None)
             return Plan(None)
-        plan, ids, twice, num_items = Plan(0), Ids(), list[str](), 0
-        columns, fields, strange = set[str](), set[str](), Counter[str]()
+        plan, seen = Plan(0), _Seen()
         stamps = self.sink.stamps() if len(done) else {}
         for item in self._all_items(scan=True):
-            num_items += 1
-            if num_items % TOLD_ROWS == 0:
-                counted(num_items)
-            columns.update(item.row.columns)
-            strange.update(item.row.strange)
-            fields |= schema_fields(item.params)
-            if not ids.add(item.id):
-                twice.append(item.id)
-            elif self.shard.has(item.id):
+            is_new = seen.add(item)
+            if seen.num_items % TOLD_ROWS == 0:
+                counted(seen.num_items)
+            if is_new and self.shard.has(item.id):
                 plan.add(item, done, failed, stamps)
         num_before = len(done) + len(failed)
         # else its sources may have grown since: the runner skips these rows
         if not num_before:
-            _check_ids(twice)
-        if not num_items:
-            raise InvalidJob(
-                f"there are no rows in {', '.join(source.name for source in self.sources)}"
-            )
-        self._check_columns(tuple(sorted(columns)), "any row", fields)
-        for name, count in strange.items():
-            if count == num_items and name not in self.named:
-                raise InvalidJob(_said_of(name))
+            _check_ids(seen.twice)
+        self._check_seen(seen)
         plan.others = num_before - plan.done - plan.failed_before
         return plan
+
+    def _check_seen(self, seen: _Seen) -> None:
+        """Raise InvalidJob for what all rows together show to be wrong."""
+        if not seen.num_items:
+            names = ", ".join(source.name for source in self.sources)
+            raise InvalidJob(f"there are no rows in {names}")
+        self._check_columns(tuple(sorted(seen.columns)), "any row", seen.fields)
+        for name in seen.in_every_line():
+            if name not in self.named:
+                raise InvalidJob(_said_of(name))
 
     def _check_sources(self) -> None:
         if self.questions.params.form is not None:
@@ -248,15 +255,14 @@ class Job:
             if source.columns is not None:
                 self._check_columns(source.columns, source.name)
             if source.found is not None:  # of pictures its rows say more than its names
-                found = replace(source.found, image=source.found.image or "")
-                found.check_overlooked(
-                    source.columns or (), source.name, self.named, asks=self._asks
-                )
+                image = source.found.image or ""
+                self._check_overlooked(source, replace(source.found, image=image))
 
     def _check_columns(
         self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()
     ) -> None:
-        if missing := sorted(self.questions.columns - set(known)):
+        missing = sorted(self.questions.columns - set(known))
+        if missing:
             raise InvalidJob(
                 f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
                 "(write {{ and }} for braces)"
@@ -270,23 +276,79 @@ class Job:
         fields = fields | schema_fields(self.questions.params)
         several = (ANSWER_FIELDS, fields, known - ROW_FIELDS)
         spaces = dict(zip(NAMESPACES, several, strict=True))
-        whole = set[str]()
+        spelled = set(known)
         for space, names in spaces.items():
-            whole |= {f"{space}.{name}" for name in names}
+            spelled |= {f"{space}.{name}" for name in names}
         for name in self.carried:
             there = [f"{space}.{name}" for space in spaces if name in spaces[space]]
             if len(there) > 1:
                 raise InvalidJob(
                     f"{name!r} in --columns may be {' or '.join(there)}; write which"
                 )
-            is_known = bool(there) or name in whole or name in known
+            is_known = bool(there) or name in spelled
             if where is not None and not is_known:
-                fields = ANSWER_FIELDS | fields
-                raise InvalidJob(
-                    f"{name!r} is neither a column of {where} nor a field of an answer"
-                    f"{did_you_mean(name, whole | known | fields)}; "
-                    f"columns: {', '.join(sorted(known)) or 'none'}; fields: {', '.join(sorted(fields))}"
+                raise _unknown_column(
+                    name, where, known, ANSWER_FIELDS | fields, spelled
                 )
+
+
+def _unknown_column(
+    name: str, where: str, columns: Set[str], fields: Set[str], spelled: Set[str]
+) -> InvalidJob:
+    hint = did_you_mean(name, spelled | fields)
+    return InvalidJob(
+        f"{name!r} is neither a column of {where} nor a field of an answer{hint}; "
+        f"columns: {', '.join(sorted(columns)) or 'none'}; fields: {', '.join(sorted(fields))}"
+    )
+
+
+def _damaged(source: Source, error: Exception) -> JobRow:
+    """Return the last row of a source that cannot be read to its end."""
+    return JobRow(
+        id=f"{source.name}:damaged",
+        error=f"{source.name} cannot be read to its end: {describe(error)}",
+    )
+
+
+def _fingerprint(source: Source) -> str:
+    file = source.name
+    if os.path.isdir(file):
+        file = os.path.join(file, "state.json")
+    return journal.fingerprint(file)
+
+
+@dataclass
+class _Seen:
+    """Findings of a scan of all rows.
+
+    Attributes:
+        twice: Ids of rows whose id an earlier row has.
+        columns: Columns of any row.
+        fields: Fields of the answers' JSON, by any row's schema.
+        strange: How many rows have a key that no request has.
+    """
+
+    num_items: int = 0
+    ids: Ids = field(default_factory=Ids)
+    twice: list[str] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)
+    fields: set[str] = field(default_factory=set)
+    strange: Counter[str] = field(default_factory=Counter)
+
+    def add(self, item: Item) -> bool:
+        """Look at a row; return False if an earlier one has its id."""
+        self.num_items += 1
+        self.columns.update(item.row.columns)
+        self.strange.update(item.row.strange)
+        self.fields |= schema_fields(item.params)
+        is_new = self.ids.add(item.id)
+        if not is_new:
+            self.twice.append(item.id)
+        return is_new
+
+    def in_every_line(self) -> list[str]:
+        counts = self.strange.items()
+        return [name for name, count in counts if count == self.num_items]
 
 
 class _MediaWatch:
@@ -297,9 +359,9 @@ class _MediaWatch:
         left_out: The error of the first row that names a picture in a column which nobody reads.
     """
 
-    def __init__(self, source: Source, given: Columns | None) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._given = given
+        self._given = source.own if isinstance(source, TABLES) else None
         self._folder = os.path.dirname(source.name)
         self.has_media = self._is_settled()
         self.left_out: str | None = None
@@ -318,11 +380,12 @@ class _MediaWatch:
 
     def seen(self, row: JobRow) -> JobRow:
         """Look at a row; of a source that is read but once, a row that names a picture fails."""
-        if row.images or row.videos or row.messages is not None:
-            self.has_media = True
-        if self.has_media or row.error is not None:
+        self.has_media = self.has_media or row.asks_about_media
+        if self.has_media:
             return row
         flagged = flag_overlooked_media(row, self._source.name, self._folder)
+        if flagged is row:
+            return row
         self.left_out = self.left_out or flagged.error
         return flagged if self._source.is_once else row
 
@@ -330,7 +393,7 @@ class _MediaWatch:
 def _check_ids(twice: Sequence[str]) -> None:
     if not twice:
         return
-    named = ", ".join(repr(one) for one in dict.fromkeys(twice[:3]))
+    named = ", ".join(map(repr, dict.fromkeys(twice[:3])))
     said = "1 row has" if len(twice) == 1 else f"{len(twice)} rows have"
     raise InvalidJob(
         f"{said} an id that another row has: {named}; --id-column names another column, and '' counts rows instead"
@@ -338,11 +401,13 @@ def _check_ids(twice: Sequence[str]) -> None:
 
 
 def _named(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:3]) + ", ..." * (len(ids) > 3)
+    more = ", ..." if len(ids) > 3 else ""
+    return ", ".join(ids[:3]) + more
 
 
 def _said_of(key: str) -> str:
+    hint = did_you_mean(key, REQUEST_KEYS)
     return (
-        f"the line has {key!r}, which no request has{did_you_mean(key, REQUEST_KEYS)}; where it is a column, name it: in a "
-        f"prompt, or by --columns {key}"
+        f"the line has {key!r}, which no request has{hint}; where it is a column, name it: in a prompt, or by "
+        f"--columns {key}"
     )

@@ -111,7 +111,13 @@ class Publisher:
     @property
     def boxes(self) -> BoxForm | None:
         """The form of boxes that its models write; None if they write none."""
-        return BOX_FORMS.get(self.models[0]) if self.models else None
+        if self.models:
+            return BOX_FORMS.get(self.models[0])
+        return None
+
+    def has_named(self, name: str) -> bool:
+        """Whether a name, in lower case, letters and digits alone, is of one of its models."""
+        return any(one in name for one in self.models)
 
 
 PUBLISHERS = (
@@ -228,12 +234,12 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
         model: A hub id or a path. The hub's own cache has the name in the middle of the path.
         model_type: What config.json says, if there is one.
     """
+    by_type: dict[str, Publisher] = {}
+    for publisher in PUBLISHERS:
+        by_type |= dict.fromkeys(publisher.model_types, publisher)
     for part in reversed(re.split(r"[/\\]", model)):
         name = re.sub(r"[^a-z0-9]", "", part.lower())
         for publisher in PUBLISHERS:
-            if any(one in name for one in publisher.models):
+            if publisher.has_named(name):
                 return publisher
-    for publisher in PUBLISHERS:
-        if model_type in publisher.model_types:
-            return publisher
-    return None
+    return by_type.get(model_type or "")

@@ -27,7 +27,8 @@ PARAMETERS = tuple(one.name for one in SAMPLING_PARAMETERS if one.in_jobs)
 
 
 def columns_in(text: str) -> frozenset[str]:
-    return frozenset(match[1] for match in _PARTS.finditer(text) if match[1])
+    """Return the columns that a prompt names."""
+    return frozenset(filter(None, _PARTS.findall(text)))
 
 
 def filled(text: str, columns: Mapping[str, Any]) -> str:
@@ -37,15 +38,16 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
         name = match[1]
         if not name:
             return match[0][0]
-        found = columns.get(name)
-        if found is not None:
-            # Tokenizers take no lone surrogates, so bytes of names that are not UTF-8 become replacement marks.
-            raw = str(found).encode("utf-8", "surrogateescape")
-            return raw.decode("utf-8", "replace")
-        why = "is empty"
         if name not in columns:
-            why = f"is not there (columns: {', '.join(columns) or 'none'})"
-        raise InvalidJob(f"the prompt's column {name!r} {why}")
+            there = ", ".join(columns) or "none"
+            raise InvalidJob(
+                f"the prompt's column {name!r} is not there (columns: {there})"
+            )
+        if columns[name] is None:
+            raise InvalidJob(f"the prompt's column {name!r} is empty")
+        # Tokenizers take no lone surrogates, so bytes of names that are not UTF-8 become replacement marks.
+        raw = str(columns[name]).encode("utf-8", "surrogateescape")
+        return raw.decode("utf-8", "replace")
 
     return _PARTS.sub(value, text)
 
@@ -74,9 +76,9 @@ class Item:
     def request(self) -> Request:
         """Return the request with its pictures read."""
         row = self.row
-        images: Sequence[ImageInput] = (
-            row.images if row.load is None else tuple(row.load())
-        )
+        images: Sequence[ImageInput] = row.images
+        if row.load is not None:
+            images = tuple(row.load())
         return Request(
             prompt=None if self.messages is not None else self.prompt,
             messages=self.messages,
@@ -104,20 +106,21 @@ class Questions:
     again: Callable[[Item, Result], Item | None] = lambda item, result: None
 
     def __post_init__(self) -> None:
-        if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
+        if not self.prompts or not all(map(str.strip, self.prompts)):
             raise InvalidJob(
                 "the prompt is empty; say what is asked about the pictures"
             )
 
     @property
     def columns(self) -> frozenset[str]:
-        texts = self.prompts + ((self.system,) if self.system else ())
-        return frozenset[str]().union(*(columns_in(text) for text in texts))
+        """Columns that a prompt or the system prompt names."""
+        texts = (*self.prompts, self.system or "")
+        return frozenset[str]().union(*map(columns_in, texts))
 
     def ask(self, row: JobRow) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""
-        asks_itself = row.prompt is not None or row.messages is not None
-        if asks_itself or row.error is not None or len(self.prompts) == 1:
+        is_asked_once = row.error is not None or len(self.prompts) == 1
+        if is_asked_once or row.asks_itself:
             yield self._item(row.id, row, self.prompts[0])
             return
         for number, text in enumerate(self.prompts, 1):
@@ -171,18 +174,22 @@ def _is_system(message: Any) -> bool:
 
 
 def schema_fields(params: SamplingParams) -> frozenset[str]:
+    """Return the fields of the object that answers are, by their schema."""
     schema = params.json_schema
-    if not isinstance(schema, Mapping):
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
         return frozenset()
-    properties = schema.get("properties")
-    return frozenset(properties) if isinstance(properties, Mapping) else frozenset()
+    return frozenset(properties)
 
 
 def merged(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:
     """Override ``params`` by a row's."""
-    if unknown := sorted(set(own).difference(PARAMETERS)):
+    if not own:
+        return params
+    unknown = sorted(set(own).difference(PARAMETERS))
+    if unknown:
         raise InvalidJob(
             f"params does not know {', '.join(unknown)}{did_you_mean(unknown[0], PARAMETERS)}; "
             f"it takes {', '.join(sorted(PARAMETERS))}"
         )
-    return replace(params, **own) if own else params
+    return replace(params, **own)

@@ -21,7 +21,7 @@ from vlm_batch._version import __version__
 from vlm_batch.assets import sample_model
 from vlm_batch.errors import describe
 from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.fetch import Fetched, Unreadable, fetch, is_data_uri, is_url
+from vlm_batch.inputs.fetch import Fetched, Unreadable, fetch, is_address
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.jobs.workers import NoWorkers, Workers, why_of
 from vlm_batch.many import try_submit
@@ -234,24 +234,6 @@ class Cluster:
 
 def to_send(request: Request, shared_files: bool) -> Request:
     """Return a request with local files' bytes or absolute paths; wrong media stay as they are."""
-
-    def changed(source: Any) -> Any:
-        if isinstance(source, (Video, Audio)):
-            found = changed(source.source)
-            return replace(
-                source, source=found.data if isinstance(found, Fetched) else found
-            )
-        if isinstance(source, (list, tuple)):
-            return [changed(one) for one in source]
-        if not isinstance(source, (str, Path)) or is_url(source) or is_data_uri(source):
-            return source
-        if shared_files:
-            return str(Path(source).expanduser().absolute())
-        try:
-            return fetch(source, FetchPolicy())
-        except (Unreadable, OSError, ValueError):
-            return source
-
     messages = request.messages
     media: Sequence[Sequence[Any]] = (request.images, request.videos, request.audios)
     if messages is not None:
@@ -259,7 +241,27 @@ def to_send(request: Request, shared_files: bool) -> Request:
             messages, media = split_messages(messages, *media)
         except Exception:
             return request
-    images, videos, audios = (tuple(map(changed, several)) for several in media)
+    sent = partial(_medium_to_send, shared_files=shared_files)
+    images, videos, audios = (tuple(map(sent, several)) for several in media)
     return replace(
         request, messages=messages, images=images, videos=videos, audios=audios
     )
+
+
+def _medium_to_send(source: Any, shared_files: bool) -> Any:
+    sent = partial(_medium_to_send, shared_files=shared_files)
+    if isinstance(source, (list, tuple)):
+        return list(map(sent, source))
+    if isinstance(source, (Video, Audio)):
+        found = sent(source.source)
+        if isinstance(found, Fetched):
+            found = found.data
+        return replace(source, source=found)
+    if not isinstance(source, (str, Path)) or is_address(source):
+        return source
+    if shared_files:
+        return str(Path(source).expanduser().absolute())
+    try:
+        return fetch(source, FetchPolicy())
+    except (Unreadable, OSError, ValueError):
+        return source

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from vlm_batch.errors import describe, shown
+from vlm_batch.checks import demand
+from vlm_batch.errors import describe
 from vlm_batch.jobs.cells import (
     THE_DATASET,
     Columns,
@@ -70,20 +71,15 @@ class Predictor:
             raise InvalidJob(
                 f"a batch is {type(batch).__name__}; leave batch_format as it is (numpy)"
             )
-        rows = [
-            dict(zip(batch, cells, strict=True))
-            for cells in zip(*batch.values(), strict=True)
-        ]
-        answers = await asyncio.gather(
-            *(self._answer(row, f"row {at}") for at, row in enumerate(rows))
-        )
-        yield {
-            **batch,
-            **{
-                name: _column([one[at] for one in answers])
-                for at, name in enumerate(OUTPUT_COLUMNS)
-            },
-        }
+        asked = []
+        for number, cells in enumerate(zip(*batch.values(), strict=True)):
+            row = dict(zip(batch, cells, strict=True))
+            asked.append(self._answer(row, f"row {number}"))
+        answers = await asyncio.gather(*asked)
+        found = {}
+        for place, name in enumerate(OUTPUT_COLUMNS):
+            found[name] = _column([answer[place] for answer in answers])
+        yield {**batch, **found}
 
     async def _answer(self, cells: dict[str, Any], place: str) -> tuple[Any, ...]:
         began = time.perf_counter()
@@ -104,7 +100,8 @@ class Predictor:
 
     def _row(self, cells: dict[str, Any], place: str) -> JobRow:
         try:
-            return self._row_of({name: _plain(cells[name]) for name in cells}, place)
+            plain = {name: _plain(value) for name, value in cells.items()}
+            return self._row_of(plain, place)
         except Exception as error:
             return JobRow(id=place, error=describe(error))
 
@@ -116,10 +113,9 @@ class Predictor:
         row = flag_doubtful_media(row, self._columns, THE_DATASET)
         if not columns.has_media and not messages:
             row = flag_overlooked_media(row, THE_DATASET)
-        if not isinstance(params, Mapping):
-            raise InvalidJob(
-                f"sampling_params is {shown(params)}; it must be a mapping"
-            )
+        right = "a mapping"
+        is_right = isinstance(params, Mapping)
+        demand(is_right, InvalidJob, "sampling_params", params, right)
         row = replace(row, params=params)
         if self._prompt is not None:
             return row
@@ -135,31 +131,42 @@ class Predictor:
     def _columns_of(self, cells: dict[str, Any]) -> Columns:
         """Return where a row's media are. Raises InvalidJob."""
         columns = self._columns.resolve(list(cells), THE_DATASET)
-        if cells.get("messages"):
-            is_empty = bool(columns.image) and cells[columns.image or ""] is None
-            return replace(columns, image=None) if is_empty else columns
-        others = [name for name in cells if name != "messages"]
-        columns.check_overlooked(
-            others, THE_DATASET, self._questions.columns, asks=True
-        )
+        if not cells.get("messages"):
+            others = [name for name in cells if name != "messages"]
+            columns.check_overlooked(
+                others, THE_DATASET, self._questions.columns, asks=True
+            )
+            return columns
+        if columns.image and cells[columns.image] is None:
+            return replace(columns, image=None)
         return columns
 
 
 def _plain(value: Any) -> Any:
     """Return a cell as Python values, without Arrow's added None."""
-    is_objects = isinstance(value, np.ndarray) and value.dtype == object
-    if is_objects or isinstance(value, np.generic):
-        value = value.tolist()
     if isinstance(value, Mapping):
-        held = {name: one for name, one in value.items() if one is not None}
-        return {str(name): _plain(one) for name, one in held.items()}
+        return _plain_mapping(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return list(map(_plain, value))
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _plain(value.tolist())
     return value
 
 
+def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
+    held = {}
+    for name, one in value.items():
+        if one is not None:
+            held[str(name)] = _plain(one)
+    return held
+
+
 def _column(values: list[Any]) -> np.ndarray:
-    if values and not isinstance(values[0], (np.ndarray, str)):
+    """Return a column of a batch; of texts and arrays, one of objects."""
+    holds_objects = not values or isinstance(values[0], (np.ndarray, str))
+    if not holds_objects:
         return np.array(values)
     column = np.empty(len(values), object)
     for place, value in enumerate(values):

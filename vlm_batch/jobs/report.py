@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import bisect
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 import jinja2
 
 from vlm_batch._version import __version__
-from vlm_batch.jobs.answers import result_of
+from vlm_batch.jobs.answers import listed, result_of
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import JobRow
@@ -57,28 +58,32 @@ def summary_of(
     records: Callable[[], Iterable[Record]], dpi: int | None = None
 ) -> Summary:
     """Summarise an output; ``records`` is called twice."""
-    ends = [_times(record) for record in records()]
-    clock = _RunClock(end for end in ends if end is not None)
+    ends = list(map(_times, records()))
+    clock = _RunClock(filter(None, ends))
     summary = Summary(total=len(ends), keeps_samples=True, began=0.0)
     for record, end in zip(records(), ends, strict=True):
-        images = tuple(record.get("images") or (record["id"],))
-        item = Item(
-            str(record["id"]),
-            _row(str(record["id"]), images, dpi or DEFAULT_DPI),
-            prompt=record.get("prompt"),
-        )
-        summary.add(item, result_of(record), 0.0 if end is None else clock.at(end[1]))
+        item = _item_of(record, dpi or DEFAULT_DPI)
+        at = 0.0 if end is None else clock.at(end[1])
+        summary.add(item, result_of(record), at)
     return summary
 
 
+def _item_of(record: Record, dpi: int) -> Item:
+    row_id = str(record["id"])
+    images = listed(record.get("images")) or (row_id,)
+    row = _row(row_id, images, dpi)
+    return Item(row_id, row, prompt=record.get("prompt"))
+
+
 def _times(record: Record) -> tuple[float, float] | None:
-    created = record.get("created")
+    """Return when a row began and ended; None if nothing says so."""
+    if not record.get("created"):
+        return None
+    created = float(record["created"])
     seconds = result_of(record).timings.total
-    return (
-        (float(created) - (seconds if seconds == seconds else 0.0), float(created))
-        if created
-        else None
-    )
+    if math.isnan(seconds):
+        seconds = 0.0
+    return created - seconds, created
 
 
 class _RunClock:
@@ -87,12 +92,14 @@ class _RunClock:
     def __init__(self, times: Iterable[tuple[float, float]]) -> None:
         spans: list[list[float]] = []
         for begin, end in sorted(times):
-            if spans and begin <= spans[-1][1]:
+            is_within = bool(spans) and begin <= spans[-1][1]
+            if is_within:
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([begin, end])
         self._ends = [end for _, end in spans]
-        self._left = list(itertools.accumulate(end - begin for begin, end in spans))
+        lengths = (end - begin for begin, end in spans)
+        self._left = list(itertools.accumulate(lengths))
 
     def at(self, moment: float) -> float:
         span = bisect.bisect_left(self._ends, moment)
@@ -100,32 +107,29 @@ class _RunClock:
 
 
 def _row(row_id: str, images: Sequence[Any], dpi: int) -> JobRow:
+    """Return a row with the picture that it was about, if it is still there."""
     name = str(images[0])
-    path, mark, page = name.rpartition("#")
-    if mark and page.isdigit() and os.path.isfile(path):
-        return JobRow(
-            id=row_id,
-            images=tuple(images),
-            load=partial(render_page, path, int(page) - 1, dpi),
-        )
-    return JobRow(id=row_id, images=(name,) if os.path.isfile(name) else ())
+    path, _, page = name.rpartition("#")
+    if page.isdecimal() and os.path.isfile(path):
+        load = partial(render_page, path, int(page) - 1, dpi)
+        return JobRow(id=row_id, images=tuple(images), load=load)
+    is_there = os.path.isfile(name)
+    return JobRow(id=row_id, images=(name,) if is_there else ())
 
 
 def _plots(summary: Summary) -> Iterator[Plot]:
-    buckets = summary.latencies.filled()
-    seconds = [
-        (count, f"{least:.3g} to {most:.3g} s: {count} rows")
-        for least, most, count in buckets
-    ]
-    ends = (
-        (f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s") if buckets else ("", "")
-    )
-    yield "Seconds a row, from being read to its end", seconds, *ends
+    buckets = summary.in_batch.filled()
+    if buckets:
+        seconds = []
+        for least, most, count in buckets:
+            seconds.append((count, f"{least:.3g} to {most:.3g} s: {count} rows"))
+        ends = f"{buckets[0][0]:.2g} s", f"{buckets[-1][1]:.2g} s"
+        yield "Seconds of a row in the batch, which it shares", seconds, *ends
     if summary.ended <= summary.began:  # nothing says when
         return
     width, counts = summary.course.width, summary.course.counts
-    rates = [
-        (count, f"from {number * width:g} s: {count / width:.3g} rows/s")
-        for number, count in enumerate(counts)
-    ]
+    rates = []
+    for number, count in enumerate(counts):
+        begin, rate = number * width, count / width
+        rates.append((count, f"from {begin:g} s: {rate:.3g} rows/s"))
     yield "Rows that ended, over time", rates, "0 s", f"{len(counts) * width:g} s"

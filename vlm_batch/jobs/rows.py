@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.errors import VLMBatchError
+from vlm_batch.inputs.fetch import is_data_uri
 from vlm_batch.types import Audio, ImageInput, Message, Video
 
 if TYPE_CHECKING:
@@ -39,6 +40,16 @@ class JobRow:
     load: Callable[[], Sequence[ImageInput]] | None = None
     error: str | None = None
     is_scanned: bool = False
+
+    @property
+    def asks_itself(self) -> bool:
+        """Whether the row has a prompt or a chat of its own."""
+        return self.prompt is not None or self.messages is not None
+
+    @property
+    def asks_about_media(self) -> bool:
+        """Whether the row has pictures or videos, or a chat, which may."""
+        return bool(self.images or self.videos) or self.messages is not None
 
     @property
     def image_names(self) -> list[str]:
@@ -79,7 +90,9 @@ class Source:
 
     @property
     def numbered(self) -> bool:
-        return self.found is not None and (self.found.id is None or self._has_places())
+        if self.found is None:
+            return False
+        return self.found.id is None or self._has_places()
 
     def _has_places(self) -> bool:
         try:
@@ -138,24 +151,26 @@ def spelled(text: str, backslash: str = "\\") -> str:
 
     def code(match: re.Match[str]) -> str:
         value = ord(match[0])
-        return (
-            f"{backslash}x{value - 0xDC00:02x}"
-            if 0xDC80 <= value <= 0xDCFF
-            else f"{backslash}u{value:04x}"
-        )
+        if 0xDC80 <= value <= 0xDCFF:
+            return f"{backslash}x{value - 0xDC00:02x}"
+        return f"{backslash}u{value:04x}"
 
     return _NO_UTF8.sub(code, text)
 
 
 def count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def digest(text: str) -> int:
     """Return a text's 64-bit digest."""
-    return int.from_bytes(
-        hashlib.blake2b(spelled(text).encode(), digest_size=8).digest(), "big"
-    )
+    found = hashlib.blake2b(spelled(text).encode(), digest_size=8)
+    return int.from_bytes(found.digest(), "big")
+
+
+_SHARD = re.compile(r"(\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -179,19 +194,19 @@ class Shard:
 
     @staticmethod
     def parse(text: str) -> Shard:
-        number, slash, count = text.partition("/")
-        if not (slash and number.isdigit() and count.isdigit()):
+        """Parse what a user typed. Raises InvalidJob."""
+        match = _SHARD.fullmatch(text)
+        if match is None:
             raise InvalidJob(f"shard {text!r} is not of the form 2/4")
-        return Shard(int(number), int(count))
+        return Shard(int(match[1]), int(match[2]))
 
 
 def name_of(image: ImageInput) -> str:
-    if isinstance(image, str):
-        return (
-            image
-            if not image.startswith("data:")
-            else f"data URI of {len(image):,} characters"
-        )
+    """Return what a message calls a picture."""
+    if is_data_uri(image):
+        return f"data URI of {len(image):,} characters"
     if isinstance(image, (bytes, bytearray, memoryview)):
         return f"{len(image):,} bytes"
-    return str(image) if not isinstance(image, Mapping) else type(image).__name__
+    if isinstance(image, Mapping):
+        return type(image).__name__
+    return str(image)

@@ -152,16 +152,23 @@ def _known(
 
 
 def _check_apart(sources: Sequence[Source], sink: Sink) -> None:
+    """Raise InvalidJob if the output is a file that the job reads."""
     if sink.name in ("", "-"):
         return
     there = stat_of(sink.name)
+    for path in _paths_of(sources):
+        if path == sink.name or is_file_of(path, there):
+            raise InvalidJob(
+                f"{sink.name} is read by this job; its answers need a file of their own"
+            )
+
+
+def _paths_of(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
-        paths = source.paths if isinstance(source, Files) else (source.name,)
-        for path in paths:
-            if path == sink.name or is_file_of(path, there):
-                raise InvalidJob(
-                    f"{sink.name} is read by this job; its answers need a file of their own"
-                )
+        if isinstance(source, Files):
+            yield from source.paths
+        else:
+            yield source.name
 
 
 class _JobStream:

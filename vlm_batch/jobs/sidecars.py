@@ -29,9 +29,7 @@ class Sidecars(Sink):
         self, suffix: str, folder: str, pictures: Pictures, sink: Sink | None
     ) -> None:
         self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
-        if self._suffix.lower() in picture_suffixes().union(
-            VIDEO_SUFFIXES, AUDIO_SUFFIXES
-        ) or not self._suffix[1:].strip(". "):
+        if not _is_of_text(self._suffix):
             raise InvalidJob(
                 f"--sidecar {suffix} is no suffix for text; .txt and .caption are"
             )
@@ -45,7 +43,8 @@ class Sidecars(Sink):
         return Path(picture).expanduser().with_suffix(self._suffix)
 
     def _texts(self) -> Iterable[tuple[str, Path]]:
-        return ((row_id, self.path_of(picture)) for row_id, picture in self._pictures())
+        for row_id, picture in self._pictures():
+            yield row_id, self.path_of(picture)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -57,8 +56,21 @@ class Sidecars(Sink):
     def check(
         self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
     ) -> None:
+        num_there = sum(map(Path.exists, self._checked_paths()))
+        self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
+        if not num_there:
+            return
+        if resume and not force:  # or files of another job would be replaced
+            journal.check_same(self._header, settings)
+        if not resume and not overwrite:
+            raise InvalidJob(
+                f"{num_there} pictures have {self._suffix} files already: --resume keeps them and asks about the others, "
+                "--overwrite replaces them"
+            )
+
+    def _checked_paths(self) -> Iterator[Path]:
+        """Yield each row's file. Raises InvalidJob if a row has none, or two have the same."""
         taken: dict[Path, str] = {}
-        there = 0
         for row_id, picture in self._pictures():
             if not picture:
                 raise InvalidJob(
@@ -70,15 +82,7 @@ class Sidecars(Sink):
                     f"{path} would hold the answers for {taken[path]} and {row_id}: ask them in two jobs"
                 )
             taken[path] = row_id
-            there += path.exists()
-        self._sink.check(settings, resume=resume, overwrite=overwrite, force=force)
-        if there and not resume and not overwrite:
-            raise InvalidJob(
-                f"{there} pictures have {self._suffix} files already: --resume keeps them and asks about the others, "
-                "--overwrite replaces them"
-            )
-        if there and resume and not force:  # or files of another job would be replaced
-            journal.check_same(self._header, settings)
+            yield path
 
     def existing(self) -> tuple[Ids, Ids]:
         return self._sink.existing()
@@ -108,6 +112,13 @@ class Sidecars(Sink):
 
     def close(self) -> None:
         self._sink.close()
+
+
+def _is_of_text(suffix: str) -> bool:
+    """Whether a suffix, with its dot, may be one of texts beside media."""
+    of_media = picture_suffixes().union(VIDEO_SUFFIXES, AUDIO_SUFFIXES)
+    says_something = bool(suffix[1:].strip(". "))
+    return says_something and suffix.lower() not in of_media
 
 
 class _TextFiles(Sink):

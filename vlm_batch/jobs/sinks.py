@@ -6,11 +6,15 @@ Answers are stored as JSON lines; CSV and Parquet files are made at the end.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from vlm_batch.jobs import journal
@@ -154,19 +158,22 @@ def open_sink(
 
 def _form_of(target: str, form: str | None) -> str:
     """Return the form that was named, or that the target's suffix says. Raises InvalidJob for one that is not known."""
-    if form is None:
-        form = "jsonl" if target == "-" else suffix_form(target)
-    if form is None:
+    if form is not None and form not in FORMS:
+        raise InvalidJob(
+            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
+        )
+    if form is not None:
+        return form
+    if target == "-":
+        return "jsonl"
+    said = suffix_form(target)
+    if said is None:
         known = ", ".join(filter(None, SUFFIXES))
         raise InvalidJob(
             f"cannot write {target}: {Path(target).suffix.lower()} is no form of output that is known here; {known} are, and "
             "--format says the form of other names"
         )
-    if form not in FORMS:
-        raise InvalidJob(
-            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
-        )
-    return form
+    return said
 
 
 class StandardOutput(Sink):
@@ -191,13 +198,11 @@ class AnswerFile(Sink):
     ) -> None:
         self.name = str(path)
         # what lies beside it is the same by whatever name it is given
-        self.path = path = linked_file(path)
-        self.journal = (
-            path if form is None else path.with_name(f"{path.name}.journal.jsonl")
-        )
-        self._columns = (
-            FLAT_COLUMNS if form is not None and columns is None else columns
-        )
+        self.path = self.journal = path = linked_file(path)
+        self._columns = columns
+        if form is not None:
+            self.journal = path.with_name(f"{path.name}.journal.jsonl")
+            self._columns = FLAT_COLUMNS if columns is None else columns
         self._line_of: Callable[[Record], Record] = partial(
             chosen, columns=self._columns
         )
@@ -223,15 +228,17 @@ class AnswerFile(Sink):
             raise InvalidJob("--resume and --overwrite exclude each other")
         if overwrite or not self._has_answers():
             return
-        if resume:
-            if not force:
-                journal.check_same(self.path, settings)
-            return
+        if not resume:
+            raise self._is_taken()
+        if not force:
+            journal.check_same(self.path, settings)
+
+    def _is_taken(self) -> InvalidJob:
         if journal.header_path(self.path).exists():
-            raise InvalidJob(
+            return InvalidJob(
                 f"{self.path} has answers already: --resume goes on with them, --overwrite replaces them"
             )
-        raise InvalidJob(
+        return InvalidJob(
             f"{self.path} is not empty, and nothing beside it says that a job wrote it: name another file with --out, "
             "or --overwrite replaces it"
         )
@@ -308,11 +315,11 @@ class AnswerFile(Sink):
     def _clear(self) -> None:
         try:
             self._stamps.clear()
-            if self._form is None and self.path.exists():
-                os.truncate(self.path, 0)
-            elif self._form is not None:
+            if self._form is not None:
                 self.path.unlink(missing_ok=True)
                 self.journal.unlink(missing_ok=True)
+            elif self.path.exists():
+                os.truncate(self.path, 0)
         except OSError as error:
             raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
 
@@ -363,36 +370,38 @@ class BatchFile(AnswerFile):
 
 
 def _without_errors(records: Iterator[Record]) -> Iterator[Record]:
-    return (record for record in records if not record.get("error"))
+    return itertools.filterfalse(operator.methodcaller("get", "error"), records)
 
 
 def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
     """Return the ``columns`` of an answer; ``NAMESPACES`` tell equal names apart."""
     if columns is None:
-        return {name: value for name, value in record.items() if name != "columns"}
-    parsed = record.get("parsed")
+        kept = dict(record)
+        kept.pop("columns", None)
+        return kept
     own = {**record, **record["usage"], "seconds": record["timings"]["total"]}
-    fields = parsed if isinstance(parsed, Mapping) else {}
-    spaces = (own, fields, record.get("columns", {}))
+    parsed = record.get("parsed")
+    if not isinstance(parsed, Mapping):
+        parsed = {}
+    spaces = (own, parsed, record.get("columns", {}))
     flat: Record = {}
     for space, there in zip(NAMESPACES, spaces, strict=True):
-        for name, value in there.items():
-            flat[f"{space}.{name}"] = value
+        flat |= {f"{space}.{name}": value for name, value in there.items()}
     for there in reversed(spaces):
-        flat.update(there)
+        flat |= there
     return {name: plain(flat.get(name)) for name in columns}
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can hold of a value."""
-    if isinstance(value, float) and value != value:
-        return None
-    if value is None or isinstance(value, (str, int, float)):
+    """Return what JSON can hold of a value: it has no NaN, no infinity and no bytes."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (str, int, NoneType)):
         return value
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return list(map(plain, value))
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
     return str(value)

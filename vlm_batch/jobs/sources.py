@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
@@ -24,6 +23,7 @@ from vlm_batch.inputs.documents import (
     has_pdfium,
     load_page,
 )
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.jobs.arrow import HuggingFace, Parquet, datasets_in, is_dataset
 from vlm_batch.jobs.cells import Columns
@@ -31,7 +31,6 @@ from vlm_batch.jobs.files import (
     Found,
     check_there,
     expanded,
-    is_url,
     kind_of,
 )
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile, name_of
@@ -43,6 +42,12 @@ DELIMITED = (".csv", ".tsv")
 PARQUET = (".parquet", ".pq")
 PDF = (".pdf",)
 TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+#: Tables, by their suffixes.
+_TABLES: tuple[tuple[tuple[str, ...], Callable[[str, Columns], Source]], ...] = (
+    (LINES, JsonLines),
+    (DELIMITED, Delimited),
+    (PARQUET, Parquet),
+)
 #: Columns of files, which prompts may name.
 FILE_COLUMNS = ("path", "name", "stem", "folder")
 #: Largest archive member that is read as text.
@@ -100,28 +105,30 @@ def open_sources(
     sources: list[Source] = []
     files: list[str] = []  # since the last table
     found = Found()
-    for argument in arguments:
-        for path in expanded(argument):
-            opened = _table(path, reading)
-            if opened is None:
-                files += found.look_for(
-                    path, suffixes=reading.suffixes, recursive=reading.recursive
-                )
-            elif path == "-" or found.add(path):
-                # a table in two spellings is one table
-                sources += [*_of_files(files, reading), *opened]
-                files = []
+    for path in itertools.chain.from_iterable(map(expanded, arguments)):
+        opened = _table(path, reading)
+        if opened is None:
+            files += found.look_for(
+                path, suffixes=reading.suffixes, recursive=reading.recursive
+            )
+        elif path == "-" or found.add(path):
+            # a table in two spellings is one table
+            sources += [*_of_files(files, reading), *opened]
+            files = []
     sources += _of_files(files, reading)
     if not sources:
-        looked = " ".join(sorted(reading.suffixes))
-        said = f"{found.said()}; " if found.said() else ""
-        raise InvalidJob(
-            f"no picture in {', '.join(arguments)} ({said}looked for files that end in {looked})"
-        )
-    return [
-        _with_own_prompts(source) if reading.own_prompts else source
-        for source in sources
-    ], found
+        raise _nothing_found(arguments, reading, found)
+    if reading.own_prompts:
+        sources = list(map(_with_own_prompts, sources))
+    return sources, found
+
+
+def _nothing_found(
+    arguments: Sequence[str], reading: Reading, found: Found
+) -> InvalidJob:
+    looked = f"looked for files that end in {' '.join(sorted(reading.suffixes))}"
+    said = "; ".join(filter(None, (found.said(), looked)))
+    return InvalidJob(f"no picture in {', '.join(arguments)} ({said})")
 
 
 def _with_own_prompts(source: Source) -> Source:
@@ -134,40 +141,43 @@ def _with_own_prompts(source: Source) -> Source:
 
 
 def _table(path: str, reading: Reading) -> list[Source] | None:
-    """Return sources of a table, archive or dataset."""
-    columns, name = reading.columns, path.lower()
+    """Return sources of a table, archive or dataset; None for other files."""
     if path == "-":
         return [read_standard_input(reading)]
-    if is_url(path):
+    if is_address(path):
         return None
+    columns, name = reading.columns, path.lower()
     if os.path.isdir(path):
-        if not is_dataset(path):
-            return None
-        return list(datasets_in(path, columns, reading.split))
-    kinds = ((LINES, JsonLines), (DELIMITED, Delimited), (PARQUET, Parquet))
-    for suffixes, kind in kinds:
+        has_dataset = is_dataset(path)
+        if has_dataset:
+            return list(datasets_in(path, columns, reading.split))
+        return None
+    if name.endswith(TAR):
+        return [Tar(_there(path))]
+    for suffixes, kind in _TABLES:
         if name.endswith(suffixes):
             return [kind(_there(path), columns)]
-    return [Tar(_there(path))] if name.endswith(TAR) else None
+    return None
 
 
 def _there(path: str) -> str:
+    """Return a file that can be read. Raises InvalidJob."""
     file = os.path.expanduser(path)
     if os.access(file, os.R_OK):
         return file
-    why = "cannot be read" if os.path.exists(file) else "does not exist"
-    raise InvalidJob(f"{path} {why}")
+    if os.path.exists(file):
+        raise InvalidJob(f"{path} cannot be read")
+    raise InvalidJob(f"{path} does not exist")
 
 
 def _is_local_pdf(path: str) -> bool:
-    return path.lower().endswith(PDF) and not is_url(path)
+    return path.lower().endswith(PDF) and not is_address(path)
 
 
 def _of_files(paths: Sequence[str], reading: Reading) -> Iterator[Source]:
     for is_pdf, run in itertools.groupby(paths, _is_local_pdf):
         if is_pdf:
-            for path in run:
-                yield Pdf(path, reading.dpi)
+            yield from map(partial(Pdf, dpi=reading.dpi), run)
         else:
             yield Files(tuple(run), reading.fps, reading.max_frames)
 
@@ -184,43 +194,45 @@ class Files(Source):
 
     def rows(self) -> Iterator[JobRow]:
         for path in self.paths:
-            columns = file_columns(path)
-            kind = kind_of(path)
-            if kind == "video":
-                clip = Video(path, fps=self.fps, max_frames=self.max_frames)
-                yield JobRow(id=path, videos=(clip,), columns=columns)
-            elif kind == "audio":
-                yield JobRow(id=path, audios=(Audio(path),), columns=columns)
-            elif (count := _count_tiff_pages(path)) > 1:
-                yield from _pages(path, count)
+            num_pages = _count_tiff_pages(path)
+            if num_pages > 1:
+                yield from _pages(path, num_pages)
             else:
-                row_id = name_of(path) if path.startswith("data:") else path
-                yield JobRow(id=row_id, images=(path,), columns=columns)
+                yield self._row(path)
+
+    def _row(self, path: str) -> JobRow:
+        columns = file_columns(path)
+        kind = kind_of(path)
+        if kind == "video":
+            clip = Video(path, fps=self.fps, max_frames=self.max_frames)
+            return JobRow(id=path, videos=(clip,), columns=columns)
+        if kind == "audio":
+            return JobRow(id=path, audios=(Audio(path),), columns=columns)
+        return JobRow(id=name_of(path), images=(path,), columns=columns)
 
 
 def _count_tiff_pages(path: str) -> int:
-    # no URL, and no pipe to wait at
-    if not path.lower().endswith(TIFF_SUFFIXES) or not os.path.isfile(path):
+    is_tiff = path.lower().endswith(TIFF_SUFFIXES)
+    if not is_tiff or not os.path.isfile(path):  # no URL, and no pipe to wait at
         return 1
-    with contextlib.suppress(InvalidImage):  # whoever decodes it will say what is wrong
+    try:
         return count_pages(path)
-    return 1
+    except InvalidImage:  # whoever decodes it will say what is wrong
+        return 1
 
 
 def read_standard_input(reading: Reading) -> Source:
     """Read JSON requests, or paths and URLs."""
-    lines = (line for line in sys.stdin if line.strip())
+    lines = filter(str.strip, sys.stdin)
     first = next(lines, None)
     if first is None:
         raise InvalidJob(
             "standard input is empty; send paths, URLs or JSON lines: ls photos/*.jpg | vlm-batch run -"
         )
     whole = itertools.chain([first], lines)
-    return (
-        JsonLines("-", reading.columns, stream=whole)
-        if first.lstrip().startswith("{")
-        else Paths(whole, reading)
-    )
+    if first.lstrip().startswith("{"):
+        return JsonLines("-", reading.columns, stream=whole)
+    return Paths(whole, reading)
 
 
 @dataclass(frozen=True)
@@ -271,7 +283,9 @@ def _pages(
 
 
 def file_columns(path: str) -> Mapping[str, Any]:
-    name = os.path.basename(path.partition("?")[0] if is_url(path) else path)
+    """Return what prompts may name of a file."""
+    bare = path.partition("?")[0] if is_address(path) else path
+    name = os.path.basename(bare)
     return {
         "path": path,
         "name": name,
@@ -300,11 +314,7 @@ class Tar(SourceFile):
         key, members = None, dict[str, bytes]()
         try:
             with tarfile.open(self.path) as archive:
-                for member in archive:
-                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member that it has seen
-                    this, suffix = _key_of(member)
-                    if this is None:
-                        continue
+                for this, suffix, member in _members(archive):
                     if this != key and key is not None:
                         yield self._row(key, members)
                         members = {}
@@ -338,17 +348,11 @@ class Tar(SourceFile):
             if _is_picture(suffix):
                 names.append(f"{row_id}.{suffix}")
                 images.append(data)
-            elif suffix == "json":
-                try:
-                    cells = parse_json(data)
-                except ValueError as error:
-                    return JobRow(
-                        id=row_id, error=f"{row_id}.json is not JSON: {error}"
-                    )
-                columns.update(cells if isinstance(cells, dict) else {"json": cells})
-            else:
-                with contextlib.suppress(UnicodeDecodeError):
-                    columns[suffix] = data.decode()
+                continue
+            try:
+                columns.update(_columns_of(suffix, data))
+            except ValueError as error:
+                return JobRow(id=row_id, error=f"{row_id}.json is not JSON: {error}")
         if not images:
             return JobRow(
                 id=row_id,
@@ -359,13 +363,39 @@ class Tar(SourceFile):
         return JobRow(id=row_id, images=tuple(names), columns=columns, load=load)
 
 
+def _members(
+    archive: tarfile.TarFile,
+) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Yield the members that are parts of rows, each with its row's key and its suffix."""
+    for member in archive:
+        archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member that it has seen
+        key, suffix = _key_of(member)
+        if key is not None:
+            yield key, suffix, member
+
+
+def _columns_of(suffix: str, data: bytes) -> Mapping[str, Any]:
+    """Return the columns that a member gives its row: a JSON object's keys, or its text. Raises ValueError."""
+    if suffix == "json":
+        cells = parse_json(data)
+        if isinstance(cells, dict):
+            return cells
+        return {"json": cells}
+    try:
+        return {suffix: data.decode()}
+    except UnicodeDecodeError:
+        return {}
+
+
 def _key_of(member: tarfile.TarInfo) -> tuple[str | None, str]:
     """Return the key of a member's row, and its suffix in lower case; None for what is no part of a row."""
     folder, _, name = member.name.rpartition("/")
     stem, dot, suffix = name.partition(".")
-    if not member.isfile() or not dot or not stem:
+    has_key = bool(stem and dot)
+    if not member.isfile() or not has_key:
         return None, ""
-    return f"{folder}/{stem}" if folder else stem, suffix.lower()
+    key = f"{folder}/{stem}" if folder else stem
+    return key, suffix.lower()
 
 
 def _is_wanted(member: tarfile.TarInfo, suffix: str, with_pictures: bool) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlm_batch.inputs.chats import split_messages
+from vlm_batch.inputs.fetch import is_address
 from vlm_batch.inputs.media import KINDS
-from vlm_batch.jobs.files import is_url
 from vlm_batch.jobs.journal import fingerprint, times_of
 from vlm_batch.jobs.lines import LineFile, Record, read_answers
 from vlm_batch.jobs.questions import Item
@@ -38,16 +39,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, line: Record) -> Stamp:
-        def own(name: str) -> int | None:
-            value = line.get(name)
-            return None if value is None else digest(str(value))
-
         return cls(
             times=digest(str(line.get("times"))),
             contents=digest(str(line.get("contents"))),
-            paths=own("paths"),
-            asked=own("asked"),
-            media=own("media"),
+            paths=_digest_of(line, "paths"),
+            asked=_digest_of(line, "asked"),
+            media=_digest_of(line, "media"),
         )
 
     def asks_else(self, item: Item) -> bool:
@@ -76,24 +73,30 @@ class Stamp(NamedTuple):
 
 def line_of(item: Item) -> Record:
     """Return a row's line, before its media are read."""
-    files = files_of(item.row)
     line: Record = {"id": item.id, "asked": asked_of(item)}
-    if (media := media_of(item.row)) is not None:
+    media = media_of(item.row)
+    if media is not None:
         line["media"] = media
-    if times := times_of(files):
-        line |= {
-            "times": times,
-            "contents": list(map(fingerprint, files)),
-            "paths": list(map(str, files)),
-        }
+    files = files_of(item.row)
+    times = times_of(files)
+    if times:
+        line["times"] = times
+        line["contents"] = list(map(fingerprint, files))
+        line["paths"] = list(map(str, files))
     return line
+
+
+def _digest_of(line: Record, name: str) -> int | None:
+    value = line.get(name)
+    if value is None:
+        return None
+    return digest(str(value))
 
 
 def asked_of(item: Item) -> str:
     """Return a digest of a row's prompt or messages and its own params; the header has the command line's settings."""
-    return _digest(
-        [item.prompt if item.messages is None else item.messages, item.row.params]
-    )
+    asked = item.prompt if item.messages is None else item.messages
+    return _digest([asked, item.row.params])
 
 
 def media_of(row: JobRow) -> str | None:
@@ -103,7 +106,7 @@ def media_of(row: JobRow) -> str | None:
     """
     if row.is_scanned or row.load is not None:
         return None
-    return _digest([one for one in row.sources if not _is_file(one)])
+    return _digest(list(itertools.filterfalse(_is_file, row.sources)))
 
 
 def _digest(value: Any) -> str:
@@ -126,21 +129,23 @@ def files_of(row: JobRow) -> list[str | Path]:
         # what is wrong with a chat, its answer says
         with contextlib.suppress(Exception):
             sources += _media_in(row.messages)
-    return [one for one in sources if _is_file(one)]
+    return list(filter(_is_file, sources))
 
 
 def _media_in(messages: Sequence[Message]) -> list[Any]:
     """Return the sources of a chat's media."""
     _, media = split_messages(messages, *([()] * len(KINDS)))
-    found = []
-    for several in media:
-        for one in several:
-            found.append(one.source if isinstance(one, (Video, Audio)) else one)
-    return found
+    return list(map(_source_of, itertools.chain(*media)))
+
+
+def _source_of(medium: Any) -> Any:
+    if isinstance(medium, (Video, Audio)):
+        return medium.source
+    return medium
 
 
 def _is_file(source: Any) -> bool:
-    return isinstance(source, (str, Path)) and not is_url(str(source))
+    return isinstance(source, (str, Path)) and not is_address(str(source))
 
 
 class Stamps:

@@ -22,6 +22,8 @@ FIRST_SECONDS = 1e-3
 NUM_BUCKETS = 8 * BUCKETS_A_DECADE
 #: Most failures listed, kinds of failure, sample answers, bins over time, and repeated ids named.
 MAX_FAILURES, MAX_REASONS, MAX_SAMPLES, MAX_BINS, MAX_AGAIN = 200, 50, 24, 120, 3
+#: Most seconds that are kept as they are, for quantiles: of more, a uniform sample.
+MAX_KEPT = 4096
 #: Most characters of the message shown for a kind of failure, and of those that decide which kind it is.
 MAX_REASON, MAX_READ = 120, 1000
 #: Most characters of a sample's prompt and answer, and of a listed failure.
@@ -53,36 +55,49 @@ def stages_of(timings: Timings) -> dict[str, float]:
 
 @dataclass
 class Histogram:
-    """Counts of seconds in logarithmic buckets."""
+    """Counts of seconds in logarithmic buckets, and some of the seconds themselves."""
 
     counts: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
+    least: float = math.inf
+    most: float = 0.0
+    kept: list[float] = field(default_factory=list)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def add(self, seconds: float) -> None:
+        self.least = min(self.least, seconds)
+        self.most = max(self.most, seconds)
         decades = math.log10(max(seconds, FIRST_SECONDS) / FIRST_SECONDS)
         self.counts[min(int(decades * BUCKETS_A_DECADE), NUM_BUCKETS - 1)] += 1
+        if len(self.kept) < MAX_KEPT:
+            self.kept.append(seconds)
+            return
+        place = self._random.randrange(sum(self.counts))
+        if place < MAX_KEPT:
+            self.kept[place] = seconds
 
     @staticmethod
     def edge(bucket: int) -> float:
         return FIRST_SECONDS * float(10 ** (bucket / BUCKETS_A_DECADE))
 
     def quantile(self, share: float) -> float:
-        """Return the quantile bucket's upper bound."""
-        seen, total = 0, sum(self.counts)
-        for bucket, count in enumerate(self.counts):
-            seen += count
-            if total and seen >= share * total:
-                return self.edge(bucket + 1)
-        return 0.0
+        """Return the seconds within which a share of the rows ended; of more than ``MAX_KEPT`` rows, of a sample."""
+        if not self.kept:
+            return 0.0
+        rank = math.ceil(share * len(self.kept))
+        return sorted(self.kept)[max(0, rank - 1)]
 
     def filled(self) -> list[tuple[float, float, int]]:
-        """Return (least, most, count) of the used buckets."""
+        """Return (least, most, count) of the used buckets; the outer two end at the least and the most seconds."""
         used = [bucket for bucket, count in enumerate(self.counts) if count]
         if not used:
             return []
-        return [
-            (self.edge(b), self.edge(b + 1), self.counts[b])
-            for b in range(used[0], used[-1] + 1)
-        ]
+        first, last = used[0], used[-1]
+        found = []
+        for bucket in range(first, last + 1):
+            least = self.least if bucket == first else self.edge(bucket)
+            most = self.most if bucket == last else self.edge(bucket + 1)
+            found.append((least, most, self.counts[bucket]))
+        return found
 
 
 @dataclass
@@ -109,6 +124,15 @@ class Course:
 _OWN_WORDS = re.compile(r"\S*(?:[\d/\\]|\w\.\w)\S*")
 
 
+def _without(names: Iterable[str], message: str) -> str:
+    """Return a message with 0 in the place of each name."""
+    for name in names:
+        # or long names would cost far more than they are worth
+        if name and name in message:
+            message = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", message)
+    return message
+
+
 @dataclass
 class Kinds:
     """Failures by kind: messages equal but for names and numbers."""
@@ -117,19 +141,14 @@ class Kinds:
     firsts: dict[str, str] = field(default_factory=dict)
 
     def add(self, message: str, names: Iterable[str] = ()) -> None:
-        kind = message[:MAX_READ]
-        for name in names:
-            # or long names would cost far more than they are worth
-            if name and name in kind:
-                kind = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "0", kind)
-        kind = _OWN_WORDS.sub("0", kind)
-        kind = (
-            kind if kind in self.counts or len(self.counts) < MAX_REASONS else "others"
-        )
-        message = (
-            message if len(message) <= MAX_REASON else f"{message[: MAX_REASON - 3]}..."
-        )
-        self.firsts.setdefault(kind, message if kind != "others" else kind)
+        """Count a message about a row, which may hold the row's names."""
+        kind = _OWN_WORDS.sub("0", _without(names, message[:MAX_READ]))
+        is_full = len(self.counts) >= MAX_REASONS
+        if is_full and kind not in self.counts:
+            kind = message = "others"
+        if len(message) > MAX_REASON:
+            message = f"{message[: MAX_REASON - 3]}..."
+        self.firsts.setdefault(kind, message)
         self.counts[kind] += 1
 
     def most_common(self, number: int | None = None) -> list[tuple[str, int]]:
@@ -162,6 +181,7 @@ class Summary:
         cut: Answers cut at their longest length.
         source: Seconds of reading rows.
         busy: Seconds with rows in the engine; None if unknown.
+        in_batch: Seconds of answered rows without what they waited for.
     """
 
     total: int | None = None
@@ -181,7 +201,7 @@ class Summary:
     interrupted: bool = False
     began: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
-    latencies: Histogram = field(default_factory=Histogram)
+    in_batch: Histogram = field(default_factory=Histogram)
     first_tokens: Histogram = field(default_factory=Histogram)
     course: Course = field(default_factory=Course)
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -214,7 +234,9 @@ class Summary:
 
     @property
     def busy_share(self) -> float | None:
-        return None if self.busy is None else min(1.0, self.busy / self.seconds)
+        if self.busy is None:
+            return None
+        return min(1.0, self.busy / self.seconds)
 
     @property
     def mean_stages(self) -> list[tuple[str, str, float]]:
@@ -239,28 +261,31 @@ class Summary:
 
     def add(self, item: Item, result: Result, at: float | None = None) -> None:
         """Count a row ended now, or ``at`` seconds after the beginning."""
-        self.ended = (
-            time.perf_counter() if at is None else max(self.ended, self.began + at)
-        )
+        if at is None:
+            self.ended = time.perf_counter()
+        else:
+            self.ended = max(self.ended, self.began + at)
         self.course.add(self.ended - self.began)
         self.pictures += len(result.image_sizes)
-        if result.error is not None:
-            self.failed += 1
-            self.reasons.add(result.error, item.names)
-            if len(self.failures) < MAX_FAILURES:
-                self.failures.append((item.id, result.error[:MAX_SAMPLE]))
+        if result.error is None:
+            self._add_answer(item, result)
             return
+        self.failed += 1
+        self.reasons.add(result.error, item.names)
+        if len(self.failures) < MAX_FAILURES:
+            self.failures.append((item.id, result.error[:MAX_SAMPLE]))
+
+    def _add_answer(self, item: Item, result: Result) -> None:
         self.answered += 1
         self.cut += result.finish_reason == "length"
         timings, usage = result.timings, result.usage
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
-        self.tokens += usage.completion_tokens + sum(
-            other.usage.completion_tokens for other in result.others
-        )
-        if timings.total == timings.total:
-            self.latencies.add(timings.total)
-        if timings.ttft == timings.ttft:
+        for one in (result, *result.others):
+            self.tokens += one.usage.completion_tokens
+        if not math.isnan(timings.total):
+            self.in_batch.add(timings.total - timings.queue)
+        if not math.isnan(timings.ttft):
             self.first_tokens.add(timings.ttft)
         for stage, seconds in stages_of(timings).items():
             self.stages[stage] += seconds
@@ -269,11 +294,9 @@ class Summary:
 
     def _keep(self, item: Item, result: Result) -> None:
         """Keep a uniform sample (reservoir sampling)."""
-        place = (
-            len(self.samples)
-            if len(self.samples) < MAX_SAMPLES
-            else self._random.randrange(self.answered)
-        )
+        place = len(self.samples)
+        if place >= MAX_SAMPLES:
+            place = self._random.randrange(self.answered)
         if place >= MAX_SAMPLES:
             return
         prompt = None if item.prompt is None else item.prompt[:MAX_SAMPLE]
@@ -282,13 +305,14 @@ class Summary:
 
 
 def thumbnail(item: Item) -> bytes | None:
+    """Return a small JPEG of a row's first picture; None if it cannot be read."""
+    row = item.row
     # a picture that has gone since is not worth the report
     with contextlib.suppress(Exception):
-        images = item.row.images if item.row.load is None else tuple(item.row.load())
-        if images:
-            picture = load_image(images[0])
-            picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            out = io.BytesIO()
-            picture.save(out, format="JPEG", quality=80)
-            return out.getvalue()
+        images = row.images if row.load is None else row.load()
+        picture = load_image(images[0])
+        picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        out = io.BytesIO()
+        picture.save(out, format="JPEG", quality=80)
+        return out.getvalue()
     return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import csv
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -52,22 +53,18 @@ class JsonLines(SourceFile):
             return False
         try:
             with open_text(self.path) as lines:
-                return any(
-                    self._is_place(line, f"{self.path}:{number}")
-                    for number, line in enumerate(lines, 1)
-                )
+                return any(map(self._is_place, lines, self._places()))
         except Exception:  # as in the base class
             return False
 
+    def _places(self) -> Iterator[str]:
+        for number in itertools.count(1):
+            yield f"{self.path}:{number}"
+
     def _is_place(self, line: str, place: str) -> bool:
         """Whether a line's id is its place; only lines without ids of their own are read as rows."""
-        if not line.strip():
-            return False
-        try:
-            cells = parse_json(line)
-        except (ValueError, RecursionError):
-            return False
-        if not isinstance(cells, dict) or self._names_itself(cells, place):
+        cells = _cells_of(line)
+        if cells is None or self._names_itself(cells, place):
             return False
         row = self._row(line, place)
         return row.error is None and row.id == place
@@ -77,28 +74,27 @@ class JsonLines(SourceFile):
         names = ID_COLUMNS if self.own.id is None else (self.own.id,)
         if "body" in cells:
             names = ("custom_id",)
-        for name in names:
-            own = cells.get(name)
-            if own is None:
-                continue
-            if isinstance(own, (list, dict)):
-                return False
-            return id_of(own, place) != place
-        return False
+        given = [cells[name] for name in names if cells.get(name) is not None]
+        if not given or isinstance(given[0], (list, dict)):
+            return False
+        return id_of(given[0], place) != place
 
     def rows(self) -> Iterator[JobRow]:
-        with contextlib.ExitStack() as stack:
-            lines = self.stream
-            if lines is None:
-                lines = stack.enter_context(open_text(self.path))
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    place = f"{self.path}:{number}"
-                    row = self._row(line, place)
-                    # of other lines in the next run: their ids are others
-                    if self.is_once and row.id == place:
-                        row = replace(row, id=f"{place}:{digest(line.strip()):016x}")
-                    yield row
+        if self.stream is not None:
+            yield from self._rows_of(self.stream)
+            return
+        with open_text(self.path) as lines:
+            yield from self._rows_of(lines)
+
+    def _rows_of(self, lines: Iterable[str]) -> Iterator[JobRow]:
+        for place, line in zip(self._places(), lines, strict=False):
+            if not line.strip():
+                continue
+            row = self._row(line, place)
+            # of other lines in the next run: their ids are others
+            if self.is_once and row.id == place:
+                row = replace(row, id=f"{place}:{digest(line.strip()):016x}")
+            yield row
 
     def _row(self, line: str, place: str) -> JobRow:
         def wrong(error: str) -> JobRow:
@@ -129,24 +125,42 @@ class JsonLines(SourceFile):
         if wrong is not None and row.error is None:
             return replace(row, error=f"{place}: {wrong}")
         known = {*REQUEST_KEYS, *vars(self.own).values()}
-        strange = tuple(name for name in cells if name not in known)
+        strange = itertools.filterfalse(known.__contains__, cells)
         return replace(
-            row, prompt=prompt, messages=messages, params=params, strange=strange
+            row,
+            prompt=prompt,
+            messages=messages,
+            params=params,
+            strange=tuple(strange),
         )
 
     def _columns_of(self, cells: dict[str, Any]) -> Columns:
         """Return where a line's media are. Raises InvalidJob."""
         named = set(vars(self.own).values())
-        said = [name for name in cells if cells[name] is not None or name in named]
+        nulls = {name for name, value in cells.items() if value is None}
+        said = itertools.filterfalse((nulls - named).__contains__, cells)
         columns = _resolved(self.own, tuple(said))
         if not columns.has_media:
             # null is no picture by mistake, unless the row is a chat
-            empty = next((name for name in MEDIA_NAMES if name in cells), None)
+            empty = next(filter(cells.__contains__, MEDIA_NAMES), None)
             columns = replace(columns, image=empty)
         is_chat = cells.get("messages") is not None
-        if is_chat and columns.image and cells[columns.image] is None:
+        if is_chat and columns.image in nulls:
             return replace(columns, image=None)
         return columns
+
+
+def _cells_of(line: str) -> dict[str, Any] | None:
+    """Return the object that a line holds; None if it holds none."""
+    if not line.strip():
+        return None
+    try:
+        cells = parse_json(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(cells, dict):
+        return cells
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -156,6 +170,7 @@ def _resolved(own: Columns, names: tuple[str, ...]) -> Columns:
 
 
 def _wrong(prompt: Any, messages: Any, params: Any) -> str | None:
+    """Return what is wrong with the values of a request's keys; None if nothing is."""
     for name, value, kind in (
         ("prompt", prompt, str),
         ("messages", messages, list),
@@ -163,24 +178,20 @@ def _wrong(prompt: Any, messages: Any, params: Any) -> str | None:
     ):
         if value is not None and not isinstance(value, kind):
             return f"{name} is {type(value).__name__}, not {kind.__name__}"
-    return (
-        "prompt and messages exclude each other"
-        if prompt is not None and messages is not None
-        else None
-    )
+    if prompt is not None and messages is not None:
+        return "prompt and messages exclude each other"
+    return None
 
 
 def open_text(path: str) -> TextIO:
     """Open a text file in UTF-8, or UTF-16 with a byte order mark."""
+    encoding = "utf-8-sig"
     try:
         with open(path, "rb") as file:
-            is_wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        return open(
-            path,
-            encoding="utf-16" if is_wide else "utf-8-sig",
-            errors="surrogateescape",
-            newline="",
-        )
+            first = file.read(2)
+        if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            encoding = "utf-16"
+        return open(path, encoding=encoding, errors="surrogateescape", newline="")
     except OSError as error:
         raise InvalidJob(f"cannot read {path}: {error.strerror}") from error
 
@@ -254,8 +265,8 @@ class Delimited(SourceFile):
                 raise InvalidJob(
                     f"{self.path} has no header: its first line names a picture ({name}), and must name the columns"
                 )
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = Counter(names) - Counter(set(names))
         if twice:
             raise InvalidJob(
-                f"{self.path} has the column {twice[0]!r} twice; rename one"
+                f"{self.path} has the column {min(twice)!r} twice; rename one"
             )

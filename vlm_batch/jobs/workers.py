@@ -80,15 +80,21 @@ class Workers:
         try:
             while True:
                 yield from self._hand_out(rows)
-                if not (self._is_open or self._asked or self._again or self._suspected):
+                if not self._has_rows():
                     return
                 yield from self._news()
         finally:
             for ref in self._asked:
                 with contextlib.suppress(Exception):  # ended or dead meanwhile
                     self._ray.cancel(ref)
-            for held in (self._asked, self._again, self._suspected):
-                held.clear()
+            self._asked.clear()
+            self._again.clear()
+            self._suspected.clear()
+
+    def _has_rows(self) -> bool:
+        """Whether a row is asked, is to be asked, or may still come."""
+        held = (self._asked, self._again, self._suspected)
+        return self._is_open or any(held)
 
     def close(self) -> None:
         for actor in [*self._ready, *self._loading.values()]:
@@ -97,26 +103,26 @@ class Workers:
 
     def _hand_out(self, rows: Iterator[_Row]) -> list[Result]:
         """Fill the workers' room; return errors of unsendable rows."""
-        failed: list[Result] = []
         count = Counter(actor for actor, _ in self._asked.values())
+        failed = self._fill(rows, count)
+        for actor in self._ready:
+            if self._suspected and not count[actor]:
+                failed += self._ask(actor, self._suspected.popleft(), count)
+        return failed
+
+    def _fill(self, rows: Iterator[_Row], count: Counter[Any]) -> list[Result]:
+        """Send rows to the workers that have none of their own suspected ones; ``count`` has each one's rows."""
+        failed: list[Result] = []
         taken = {actor for actor, row in self._asked.values() if row.is_suspected}
-
-        def ask(actor: Any, row: _Row) -> None:
-            error = self._ask(actor, row)
-            if error is None:
-                count[actor] += 1
-            else:
-                failed.append(error)
-
-        ready = [actor for actor in self._ready if actor not in taken]
-        while free := [actor for actor in ready if count[actor] < self._room]:
+        ready = list(itertools.filterfalse(taken.__contains__, self._ready))
+        while ready:
+            actor = min(ready, key=count.__getitem__)
+            if count[actor] >= self._room:
+                break
             row = self._next_row(rows)
             if row is None:
                 break
-            ask(min(free, key=lambda actor: count[actor]), row)
-        for actor in self._ready:
-            if self._suspected and not count[actor]:
-                ask(actor, self._suspected.popleft())
+            failed += self._ask(actor, row, count)
         return failed
 
     def _next_row(self, rows: Iterator[_Row]) -> _Row | None:
@@ -127,16 +133,17 @@ class Workers:
             self._is_open = False
         return row
 
-    def _ask(self, actor: Any, row: _Row) -> Result | None:
-        """Send a row to a worker; return its error if it cannot be sent."""
+    def _ask(self, actor: Any, row: _Row, count: Counter[Any]) -> list[Result]:
+        """Send a row to a worker, and count it; return its error if it cannot be sent."""
         if row.request.request_id is None:  # the workers' own would be alike
             name = f"request-{next(self._numbers)}"
             row.request = replace(row.request, request_id=name)
         try:
             self._asked[actor.ask.remote(row.request)] = actor, row
         except Exception as error:  # what cannot be pickled, or is too large
-            return row.failed(describe(error))
-        return None
+            return [row.failed(describe(error))]
+        count[actor] += 1
+        return []
 
     def _news(self) -> list[Result]:
         """Wait for news, and record all of it."""
@@ -144,61 +151,69 @@ class Workers:
             raise NoWorkers(f"no worker is left: {self._last_words}")
         refs = [*self._loading, *self._asked]
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=PATIENCE)
-        if ready:  # all that there is
-            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        elif self._loading:
-            free = {
-                name: amount
-                for name, amount in self._ray.available_resources().items()
-                if name in ("GPU", "CPU")
-            }
-            self._say(
-                f"waiting for {len(self._loading)} workers to start; free in the cluster: {free}"
-            )
-        return [result for ref in ready if (result := self._taken(ref)) is not None]
+        if not ready:
+            self._say_what_is_missing()
+            return []
+        every, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+        return list(filter(None, map(self._taken, every)))
+
+    def _say_what_is_missing(self) -> None:
+        if not self._loading:
+            return
+        resources = self._ray.available_resources()
+        free = {name: resources[name] for name in resources if name in ("GPU", "CPU")}
+        self._say(
+            f"waiting for {len(self._loading)} workers to start; free in the cluster: {free}"
+        )
 
     def _taken(self, ref: Any) -> Result | None:
         """Record an outcome; return its row's result, if ended."""
-        actor, row = (
-            self._asked.pop(ref)
-            if ref in self._asked
-            else (self._loading.pop(ref), None)
-        )
-        try:
-            value = self._ray.get(ref)
-        except self._ray.exceptions.RayError as error:
-            if row is None:  # Ray has had it load as often as it pays
-                self._give_up(actor, why_of(error))
-                return None
-            # raised by the call, and its worker lives
-            if isinstance(error, self._ray.exceptions.RayTaskError):
-                return row.failed(describe(error))
-            return self._died(actor, row, why_of(error))
-        if row is None:
-            self._ready.append(actor)
-            self._say(f"a worker is ready on {value}")
+        if ref in self._loading:
+            self._take_worker(ref, self._loading.pop(ref))
             return None
+        actor, row = self._asked.pop(ref)
+        try:
+            value: Result = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
+            # raised by the call, and its worker lives
+            return row.failed(describe(error))
+        except self._ray.exceptions.RayError as error:
+            return self._died(actor, row, why_of(error))
         self._deaths[actor] = 0
         return value
+
+    def _take_worker(self, ref: Any, actor: Any) -> None:
+        """Record that a worker has loaded its model, or never will."""
+        try:
+            where = self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            # Ray has had it load as often as it pays
+            self._give_up(actor, why_of(error))
+            return
+        self._ready.append(actor)
+        self._say(f"a worker is ready on {where}")
 
     def _died(self, actor: Any, row: _Row, why: str) -> Result | None:
         """Requeue a dead worker's row, and reload the worker."""
         if actor in self._ready:
             self._ready.remove(actor)
             self._deaths[actor] += not row.is_suspected  # that death is the row's own
-            if self._deaths[actor] < MAX_DEATHS:
-                self._say(
-                    f"a worker is gone: {why}; the rows that it had are asked again"
-                )
-                self._load(actor)
-            else:
-                self._give_up(actor, why)
+            self._replace(actor, why)
         row.deaths += 1
         if row.deaths == MAX_ROW_DEATHS:
             died = f"{row.deaths} workers died while they answered this row, the last one with no other: {why}"
             return row.failed(f"WorkerDied: {died}")
-        (self._suspected if row.is_suspected else self._again).append(row)
+        waiting = self._suspected if row.is_suspected else self._again
+        waiting.append(row)
         return None
+
+    def _replace(self, actor: Any, why: str) -> None:
+        """Have a dead worker load its model again, unless it dies too often."""
+        if self._deaths[actor] >= MAX_DEATHS:
+            self._give_up(actor, why)
+            return
+        self._say(f"a worker is gone: {why}; the rows that it had are asked again")
+        self._load(actor)
 
     def _load(self, actor: Any) -> None:
         self._loading[

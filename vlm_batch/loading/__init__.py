@@ -34,8 +34,9 @@ from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import UnsupportedModel, is_out_of_memory, shown
+from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.loaders import Loaders
-from vlm_batch.inputs.prepare import Limits, Preparer
+from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import with_pillow
 from vlm_batch.inputs.recalled import with_picture_cache
@@ -186,7 +187,9 @@ def answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
 def _drafts(draft: str, adapter: Adapter) -> NoDrafts:
     """Return what an engine drafts with. Raises ValueError."""
     if draft in ("auto", "off"):
-        return Drafts() if draft == "auto" and can_draft(adapter) else NO_DRAFTS
+        if draft == "auto" and can_draft(adapter):
+            return Drafts()
+        return NO_DRAFTS
     from vlm_batch.adapters.heads import load_heads
 
     return Drafts(load_heads(draft, adapter))
@@ -211,7 +214,9 @@ def load_engine(
 def _bytes_for_rows(for_caches: int) -> int | None:
     """Return bytes for live rows' keys and values: those that caches leave, at least half; None if unknown."""
     free = free_bytes()
-    return max(free - for_caches, free // 2) if free else None
+    if free:
+        return max(free - for_caches, free // 2)
+    return None
 
 
 def _reuse(adapter: Adapter, options: EngineOptions, shapes: Shapes) -> Reuse:

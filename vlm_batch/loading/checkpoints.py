@@ -148,18 +148,18 @@ def detokenizer_of(folder: Path) -> Callable[..., Any]:
     written = path.read_bytes() if path.exists() else b""
     found = _DECODER.search(written)
     if found is None:
-        return cast(
-            "Callable[..., Any]", load_tokenizer(folder, return_tokenizer=False)
-        )
-    part = written[found.end() : found.end() + MOST_DECODER_BYTES].decode(
-        "utf-8", "ignore"
-    )
+        return _theirs_for(folder)
+    part = written[found.end() : found.end() + MOST_DECODER_BYTES]
+    decoder, _ = json.JSONDecoder().raw_decode(part.decode("utf-8", "ignore"))
     with TemporaryDirectory(prefix="vlm_batch-") as name:
-        alone = {"decoder": json.JSONDecoder().raw_decode(part)[0]}
-        (Path(name) / path.name).write_text(json.dumps(alone), encoding="utf-8")
-        return cast(
-            "Callable[..., Any]", load_tokenizer(Path(name), return_tokenizer=False)
-        )
+        alone = json.dumps({"decoder": decoder})
+        (Path(name) / path.name).write_text(alone, encoding="utf-8")
+        return _theirs_for(Path(name))
+
+
+def _theirs_for(folder: Path) -> Callable[..., Any]:
+    found: Any = load_tokenizer(folder, return_tokenizer=False)
+    return cast("Callable[..., Any]", found)
 
 
 def _has_read(processor: Any, kind: type) -> bool:
@@ -193,11 +193,9 @@ def reading(config: Config, **ours: Callable[..., Any]) -> Iterator[None]:
         theirs: Callable[..., Any], config: Config, model_path: Path | None = None
     ) -> Any:
         package = package_of(str(get_model_type(config)))
-        return (
-            theirs(config, model_path)
-            if package is None
-            else (package, get_model_type(config))
-        )
+        if package is None:
+            return theirs(config, model_path)
+        return (package, get_model_type(config))
 
     ours |= {
         "load_config": lambda *_, **__: config,
@@ -222,9 +220,9 @@ def _hook(name: str) -> None:
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
         ours = _replacements.by_name.get(name)
-        return (
-            theirs(*args, **kwargs) if ours is None else ours(theirs, *args, **kwargs)
-        )
+        if ours is None:
+            return theirs(*args, **kwargs)
+        return ours(theirs, *args, **kwargs)
 
     vars(mlx_vlm.utils)[name] = either
 
@@ -233,22 +231,21 @@ def with_unused(weights: Weights, model: nn.Module, prefix: str) -> Weights:
     """Fill parameters in that no answer needs, if the folder has none of them."""
     if any(name.startswith(prefix) for name in weights):
         return weights
+    filled = dict(weights)
     parameters: Weights = dict(tree_flatten(model.parameters()))
-    unused = {
-        name: mx.zeros(value.shape)
-        for name, value in parameters.items()
-        if name.startswith(prefix)
-    }
-    return weights | unused
+    for name, value in parameters.items():
+        if name.startswith(prefix):
+            filled[name] = mx.zeros(value.shape)
+    return filled
 
 
 def widened(weights: Weights, layout: Mapping[str, Any]) -> Weights:
     """Return weights, those in few bits as float32, if at most ``MOST_WIDENED``."""
-    layouts = {
-        name.removesuffix(".scales"): _layout_of(name.removesuffix(".scales"), layout)
-        for name in weights
-        if name.endswith(".scales")
-    }
+    layouts: dict[str, Mapping[str, Any]] = {}
+    for tensor in weights:
+        layer_name = tensor.removesuffix(".scales")
+        if layer_name != tensor:
+            layouts[layer_name] = _layout_of(layer_name, layout)
     if not all("bits" in layer for layer in layouts.values()):
         return weights
     count = 0
@@ -273,15 +270,18 @@ def widened(weights: Weights, layout: Mapping[str, Any]) -> Weights:
 def _layout_of(layer: str, layout: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a layer's bits: its own, or those of all."""
     own = layout.get(layer)
-    return own if isinstance(own, Mapping) else layout
+    if isinstance(own, Mapping):
+        return own
+    return layout
 
 
 def check_rope(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedModel for position scaling that mlx-vlm's class does not read."""
     architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
     part, name = config, "ModelConfig"
-    if isinstance(config.get("text_config"), Mapping) and config["text_config"]:
-        part, name = config["text_config"], "TextConfig"
+    decoder = config.get("text_config")
+    if decoder and isinstance(decoder, Mapping):
+        part, name = decoder, "TextConfig"
     kinds = _kinds_of_positions(part)
     scaled = set(kinds.values()).difference(PLAIN_ROPE)
     if not scaled or name not in vars(architecture):
@@ -312,7 +312,9 @@ def with_nested_towers(weights: Weights, model: nn.Module) -> Weights:
             return name
         inner = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
         inner = inner[inner.find("vision_tower.") :]  # some have "model." before it
-        return inner if inner in there else name
+        if inner in there:
+            return inner
+        return name
 
     return {nested(name): value for name, value in weights.items()}
 
@@ -351,14 +353,17 @@ def processor_error(folder: Path, config: Config, **options: Any) -> Exception |
 
 def _processors_of(package: str) -> set[Any]:
     """Return the classes of processors in a package's modules."""
-    values: list[Any] = []
+    kinds: set[Any] = set()
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}."):
-            values += vars(module).values()
-    kinds = {value for value in values if isinstance(value, type)}
-    return {
-        kind for kind in kinds - {ProcessorMixin} if issubclass(kind, ProcessorMixin)
-    }
+            kinds.update(filter(_is_processor, vars(module).values()))
+    return kinds
+
+
+def _is_processor(value: Any) -> bool:
+    if value is ProcessorMixin or not isinstance(value, type):
+        return False
+    return issubclass(value, ProcessorMixin)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ class _Folder:
             found = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
+        return {}
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -190,7 +193,7 @@ class _Folder:
     def weights(self) -> list[WeightsFile]:
         """The files of weights that mlx-vlm's loader reads."""
         indexed = [self.path / name for name in self.named_files]
-        there = [path for path in indexed if os.path.lexists(path)]
+        there = list(filter(os.path.lexists, indexed))
         # none are there where the index is of another layout
         return list(map(read_head, there or self._files_of_weights()))
 
@@ -261,12 +264,19 @@ class _Folder:
         inner = sorted(self.path.glob("snapshots/*/config.json"))
         if inner:
             return f"it is a hub's cache, and the model is within it: give {inner[-1].parent}"
-        for pattern, said in OTHER_LAYOUTS.items():
-            if any(self.path.glob(pattern)):
-                return said
+        said = self._first_of(OTHER_LAYOUTS)
+        if said is not None:
+            return said
         files = sorted(path.name for path in self.path.iterdir())
         there = f"its files are {_listed(files)}" if files else "it is empty"
         return f"there is no config.json; {there}. The download has not ended, or it is another folder"
+
+    def _first_of(self, patterns: Mapping[str, str]) -> str | None:
+        """Return what is said of the first pattern that a file matches."""
+        for pattern, said in patterns.items():
+            if any(self.path.glob(pattern)):
+                return said
+        return None
 
     def _lora(self) -> str:
         settings = self.json_of("adapter_config.json")
@@ -306,12 +316,12 @@ class _Folder:
         return name not in ("tokenizer.json", "vocab.json")
 
     def _without_weights(self) -> str:
-        for pattern, said in OTHER_WEIGHTS.items():
-            if any(self.path.glob(pattern)):
-                return (
-                    f"it has no weights that can be read: those that are there are {said}. Take a folder with "
-                    "safetensors, or save it as such (transformers: from_pretrained, then save_pretrained)"
-                )
+        said = self._first_of(OTHER_WEIGHTS)
+        if said is not None:
+            return (
+                f"it has no weights that can be read: those that are there are {said}. Take a folder with "
+                "safetensors, or save it as such (transformers: from_pretrained, then save_pretrained)"
+            )
         named = ""
         if self.named_files:
             named = f" {INDEX} names {len(self.named_files)} of them."
@@ -324,61 +334,57 @@ class _Folder:
                 "it has no tokenizer: there is no tokenizer.json, tokenizer.model, vocab.json with merges.txt, or "
                 "other file with a vocabulary. Download it again, or copy these files from the model that it was made of"
             )
-        elif there == ["vocab.json"] and not (self.path / "merges.txt").exists():
+        has_merges = (self.path / "merges.txt").exists()
+        if there == ["vocab.json"] and not has_merges:
             yield "its tokenizer is not whole: there is vocab.json, and neither merges.txt nor tokenizer.json"
 
 
 def read_head(path: Path) -> WeightsFile:
     """Read the head of a safetensors file, and compare its size with what the head says."""
-    if said := _pointer(path):
-        return WeightsFile(path, {}, said)
+    pointer = _pointer(path)
+    if pointer is not None:
+        return WeightsFile(path, {}, pointer)
     again = "Download it again"
+    broken = partial(WeightsFile, path, {})
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 0 < length <= min(size - 8, MOST_HEAD_BYTES):
-                return WeightsFile(
-                    path,
-                    {},
-                    f"{path.name} is no whole safetensors file ({size:,} bytes). {again}",
-                )
+            most = min(size - 8, MOST_HEAD_BYTES)
+            if not 0 < length <= most:
+                said = f"is no whole safetensors file ({size:,} bytes)"
+                return broken(f"{path.name} {said}. {again}")
             head = json.loads(file.read(length))
-        entries = {
-            name: entry for name, entry in head.items() if name != "__metadata__"
-        }
-        tensors = {
-            name: TensorHead(entry["dtype"], tuple(entry["shape"]))
-            for name, entry in entries.items()
-        }
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        tensors, end = _tensors_of(head)
     except OSError as error:
-        return WeightsFile(
-            path, {}, f"{path.name} cannot be read: {error.strerror or error}. {again}"
-        )
+        said = f"cannot be read: {error.strerror or error}"
+        return broken(f"{path.name} {said}. {again}")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return WeightsFile(
-            path,
-            {},
-            f"{path.name} is no whole safetensors file: its head cannot be read. {again}",
-        )
-    if size < 8 + length + end:
-        missing = 8 + length + end - size
-        return WeightsFile(
-            path,
-            tensors,
-            f"{path.name} is cut off: {missing:,} of its bytes are missing. {again}",
-        )
-    return WeightsFile(path, tensors)
+        said = "is no whole safetensors file: its head cannot be read"
+        return broken(f"{path.name} {said}. {again}")
+    missing = 8 + length + end - size
+    if missing <= 0:
+        return WeightsFile(path, tensors)
+    said = f"is cut off: {missing:,} of its bytes are missing"
+    return WeightsFile(path, tensors, f"{path.name} {said}. {again}")
+
+
+def _tensors_of(head: Any) -> tuple[dict[str, TensorHead], int]:
+    """Return the tensors of a file's head, and the bytes of all of them."""
+    tensors, end = {}, 0
+    for name, entry in head.items():
+        if name == "__metadata__":
+            continue
+        tensors[name] = TensorHead(entry["dtype"], tuple(entry["shape"]))
+        end = max(end, entry["data_offsets"][1])
+    return tensors, end
 
 
 def _pointer(path: Path) -> str | None:
     """Return the fault of a file that Git LFS has not fetched."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(1024)
-    except OSError:
-        return None
+    start = b""
+    with suppress(OSError), path.open("rb") as file:
+        start = file.read(1024)
     if not start.startswith(POINTER):
         return None
     found = POINTED_SIZE.search(start)
@@ -390,11 +396,13 @@ def _json_fault(path: Path, is_parsed: bool) -> str | None:
     """Return why a file is no whole JSON object. Large files are judged by their ends."""
     try:
         if not is_parsed:
-            return None if _ends_as_object(path) else "it does not end as JSON does"
+            is_whole = _ends_as_object(path)
+            return None if is_whole else "it does not end as JSON does"
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return " ".join(str(error).split())[:120]
-    return None if isinstance(found, (dict, list)) else "it is no JSON object"
+    is_whole = isinstance(found, (dict, list))
+    return None if is_whole else "it is no JSON object"
 
 
 def _ends_as_object(path: Path) -> bool:

@@ -98,14 +98,18 @@ def _settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     """Return a mapping as it is, and anything else as an empty one."""
-    return value if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
     named = settings.get("quant_method")
     if named is not None:
         return str(named).lower()
-    return "bitsandbytes" if any(map(settings.get, BITSANDBYTES_MARKS)) else None
+    if any(map(settings.get, BITSANDBYTES_MARKS)):
+        return "bitsandbytes"
+    return None
 
 
 def _name(method: str, settings: Mapping[str, Any]) -> str:
@@ -123,7 +127,9 @@ def _bitsandbytes_kind(settings: Mapping[str, Any]) -> str:
     if any(map(settings.get, IN_8_BITS)):
         return "8 bits"
     kind = settings.get("bnb_4bit_quant_type")
-    return str(kind).upper() if kind else "4 bits"
+    if kind:
+        return str(kind).upper()
+    return "4 bits"
 
 
 def quantisation_fault(
@@ -138,21 +144,21 @@ def quantisation_fault(
     found = quantisation_of(config)
     if found is None:
         return None
-    why = _why_unread(found, tensors)
     # Some folders were made plain again, and kept the entry.
-    if why is None or (tensors and not is_quantised(tensors)):
+    is_plain = bool(tensors) and not is_quantised(tensors)
+    why = _why_unread(found, tensors)
+    if is_plain or why is None:
         return None
     return f"its weights are quantised by {found.name}, {why}. {INSTEAD}"
 
 
 def is_quantised(tensors: Mapping[str, Any]) -> bool:
     """Whether some matrix is of integers or small floats."""
-    return any(
-        head.dtype not in PLAIN_TYPES
-        and len(head.shape) > 1
-        and not name.endswith(("position_ids", "index"))
-        for name, head in tensors.items()
-    )
+    for name, head in tensors.items():
+        is_matrix = len(head.shape) > 1 and not name.endswith(("position_ids", "index"))
+        if is_matrix and head.dtype not in PLAIN_TYPES:
+            return True
+    return False
 
 
 def _why_unread(found: Quantisation, tensors: Mapping[str, Any]) -> str | None:
@@ -160,13 +166,10 @@ def _why_unread(found: Quantisation, tensors: Mapping[str, Any]) -> str | None:
         return "which mlx-vlm cannot read"
     if found.method == "compressed-tensors":
         return _why_unread_compressed(found.settings, tensors)
-    if found.method in ("modelopt", "modelopt_mixed"):
-        algorithm = found.settings.get("quant_algo")
-        read = ", ".join(sorted(READ_ALGORITHMS))
-        return (
-            None if algorithm in READ_ALGORITHMS else f"of which mlx-vlm reads {read}"
-        )
-    return None
+    is_read = found.settings.get("quant_algo") in READ_ALGORITHMS
+    if found.method not in ("modelopt", "modelopt_mixed") or is_read:
+        return None
+    return f"of which mlx-vlm reads {', '.join(sorted(READ_ALGORITHMS))}"
 
 
 def _why_unread_compressed(
@@ -179,24 +182,23 @@ def _why_unread_compressed(
         return f"of which mlx-vlm reads {', '.join(sorted(READ_FORMATS))}"
     if any(name.endswith(".weight_g_idx") for name in tensors):
         return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
-    packed = [
-        _mapping(group.get("weights"))
-        for group in groups
-        if group.get("format", kind) == "pack-quantized"
-    ]
-    for weights in packed:
+    shapes = set()
+    for group in groups:
+        if group.get("format", kind) != "pack-quantized":
+            continue
+        weights = _mapping(group.get("weights"))
         why = _why_unread_packed(weights)
         if why is not None:
             return why
-    shapes = {(_bits(weights), _group_size(weights)) for weights in packed}
+        shapes.add((_bits(weights), _group_size(weights)))
     if len(shapes) > 1:
         return "with several numbers of bits, of which mlx-vlm takes the first for all"
     return None
 
 
 def _first_format(groups: Sequence[Mapping[str, Any]]) -> Any:
-    named = [group["format"] for group in groups if group.get("format")]
-    return next(iter(named), None)
+    named = [group.get("format") for group in groups]
+    return next(filter(None, named), None)
 
 
 def _why_unread_packed(weights: Mapping[str, Any]) -> str | None:
@@ -230,12 +232,11 @@ def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None
     found = quantisation_of(config)
     if found is None:
         return
-    matrices = {name: value for name, value in weights.items() if value.ndim > 1}
-    for name, value in matrices.items():
+    for name, value in weights.items():
         layer, _, leaf = name.rpartition(".")
-        if leaf != "weight" or "int" not in str(value.dtype):
-            continue
-        if f"{layer}.scales" not in weights:
+        is_matrix = leaf == "weight" and value.ndim > 1
+        is_packed = is_matrix and "int" in str(value.dtype)
+        if is_packed and f"{layer}.scales" not in weights:
             raise UnsupportedModel(
                 f"its weights are quantised by {found.name}, and mlx-vlm has not unpacked {name}. {INSTEAD}"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,10 @@ class RecommendedSampling:
     not_taken: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        params = self.params.items()
-        said = [f"{name} {value:g}" for name, value in params if name not in _IMPLIED]
+        said = []
+        for name, value in self.params.items():
+            if name != _IMPLIED:
+                said.append(f"{name} {value:g}")
         text = ", ".join(said) or "greedy"
         if not self.not_taken:
             return text
@@ -62,18 +64,20 @@ class RecommendedSampling:
         return f"{text}; not taken: {', '.join(left)}"
 
 
-_IMPLIED = frozenset({"repetition_context_size"})
+#: The parameter that a penalty brings with it.
+_IMPLIED = "repetition_context_size"
 
 
 def read_recommended(folder: str | Path) -> RecommendedSampling:
     """Return a folder's recommendation. A missing or broken file recommends nothing."""
+    file = Path(folder) / "generation_config.json"
     try:
-        found = json.loads(
-            (Path(folder) / "generation_config.json").read_text(encoding="utf-8")
-        )
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return RecommendedSampling()
-    return recommended_sampling(found if isinstance(found, Mapping) else {})
+    if not isinstance(found, Mapping):
+        return RecommendedSampling()
+    return recommended_sampling(found)
 
 
 def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
@@ -97,10 +101,13 @@ def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
     return RecommendedSampling(params, not_taken)
 
 
-def _said(written: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _said(written: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of these names that are there and not null."""
-    found = {name: written.get(name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    found = {}
+    for name in neutral:
+        if written.get(name) is not None:
+            found[name] = written[name]
+    return found
 
 
 def _changed(settings: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import html
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -21,6 +23,7 @@ from vlm_batch.server.doors import DOORS, files
 from vlm_batch.server.doors.batches import ENDPOINTS
 from vlm_batch.server.edge import Edge
 from vlm_batch.server.errors import ApiError, JsonResponse, refusal
+from vlm_batch.server.kept import KeptResponses, ResponseFolder
 from vlm_batch.server.media import MediaReader
 from vlm_batch.server.service import Service
 from vlm_batch.server.stored import FileStore
@@ -46,11 +49,13 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        sweeping = asyncio.create_task(core.kept.sweep())
         if batches is not None:
             batches.start()
         try:
             yield
         finally:
+            sweeping.cancel()
             core.kept.close()
             if batches is not None:
                 await batches.close()
@@ -87,13 +92,17 @@ def create_app(service: Service, media: MediaReader) -> FastAPI:
     if config.files is not None:
         store = FileStore(config.files, config.max_files)
         service.metrics.watch_files(lambda: store.size)
-    core = Core(service, app.state.bodies, media, files=store)
+    folder = None
+    if config.responses is not None:
+        folder = ResponseFolder(config.responses, config.max_responses)
+    kept = KeptResponses(config.max_kept, folder)
+    core = Core(service, app.state.bodies, media, kept, files=store)
     batches = None if store is None else Batches(core, store, ENDPOINTS)
     app.state.batches = batches
     _add_doors(app, core)
     files.add_routes(app, core)
     _add_facts(app, core)
-    _add_page(app)
+    _add_page(app, service.config.root_path)
     return app
 
 
@@ -177,14 +186,17 @@ def _add_facts(app: FastAPI, core: Core) -> None:
         }
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_page(app: FastAPI, root_path: str) -> None:
     page = resources.files("vlm_batch.server") / "page"
+    index_html = (page / "index.html").read_text(encoding="utf-8")
+    if root_path:
+        # its links hold for the prefix without a slash behind it, too
+        base = f'<head>\n<base href="{html.escape(root_path)}/">'
+        index_html = index_html.replace("<head>", base, 1)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response(
-            (page / "index.html").read_bytes(), media_type="text/html; charset=utf-8"
-        )
+        return Response(index_html, media_type="text/html; charset=utf-8")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
@@ -212,6 +224,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "vlm-batch",
+        "root": service.config.name,
     }
     loaded = service.model
     if loaded is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -309,31 +308,3 @@ def _no_tool(name: str | None, names: Sequence[str]) -> ApiError:
 def no_tools() -> ApiError:
     """Return the refusal of a choice among no tools."""
     return _no_tool(None, ())
-
-
-def text_part(words: str) -> dict[str, Any]:
-    """Return text as a part of a message."""
-    return {"type": "text", "text": words}
-
-
-def listed(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a message's content as parts."""
-    return [text_part(content)] if isinstance(content, str) else content
-
-
-def add_turn(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    """Add a turn to a chat; two of a user's or the system's in succession are one, as templates want it."""
-    before: dict[str, Any] = turns[-1] if turns else {"role": None}
-    if turn["role"] not in ("user", "system") or before["role"] != turn["role"]:
-        turns.append(turn)
-        return
-    before["content"] = [*listed(before["content"]), *listed(turn["content"])]
-
-
-def parsed_arguments(text: str) -> Any:
-    """Return a call's arguments as templates need them: an object, or the text where it is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text

@@ -32,8 +32,8 @@ from vlm_batch.server.door import Core
 from vlm_batch.server.edge import MAX_NESTED, MAX_VALUES, ByteQuota, Entry, NoRoom
 from vlm_batch.server.errors import ApiError, json_bytes, refusal
 from vlm_batch.server.exchange import Exchange
-from vlm_batch.server.kept import KeptResponses, new_id
-from vlm_batch.server.stored import AGE, FileStore
+from vlm_batch.server.private import AGE, new_id
+from vlm_batch.server.stored import FileStore
 from vlm_batch.server.wire import Body
 
 logger = logging.getLogger("vlm_batch.server")
@@ -121,7 +121,7 @@ class Batches:
 
     def __init__(self, core: Core, store: FileStore, endpoints: Endpoints) -> None:
         # what rows answer is in their file, and is kept nowhere else
-        self._core = replace(core, kept=KeptResponses(0))
+        self._core = replace(core, keeps=False)
         self._store = store
         self._endpoints = endpoints
         config = core.service.config
@@ -390,7 +390,8 @@ class Batches:
                 if given.get(name):
                     said = f"{name}: a batch's answers come whole, in its file"
                     raise ApiError(400, said, param=name)
-            return await exchange(core, entry, body).whole()
+            one = await exchange.made(core, entry, body)
+            return await one.whole()
         finally:
             core.service.dismiss(visit)
             entry.held.release(entry.num_held, entry.number)

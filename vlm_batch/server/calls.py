@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 from mlx_vlm.tools import load_tool_module
 
-from vlm_batch.checks import check_schema, simplify_schema
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.schemas import check_schema, simplify_schema
 
 Schema: TypeAlias = Mapping[str, Any]
 

@@ -15,6 +15,10 @@ MEGABYTE = 1 << 20
 GREEDY, RECOMMENDED = SAMPLINGS = ("greedy", "recommended")
 
 
+#: Bytes of responses in memory. What is shared among a conversation's responses counts in each.
+MAX_KEPT = 512 * MEGABYTE
+
+
 class InvalidConfig(VLMBatchError, ValueError):
     """Settings contradict each other, or would expose the server."""
 
@@ -57,6 +61,8 @@ _LEAST = {
     "max_file": 1,
     "max_files": 1,
     "max_upload": 1,
+    "max_responses": 1,
+    "max_kept": 0,
     "max_images": 1,
     "max_choices": 1,
     "max_prompts": 1,
@@ -93,6 +99,9 @@ class ServerConfig:
         allow_dirs: Requests may name files in these folders.
         max_held: Bodies and fetched media of unanswered requests.
         max_file: Size of one fetched file.
+        files: The folder of files and batches; without one, neither is served.
+        responses: The folder in which responses are kept; without one, they are kept in memory.
+        max_kept: Responses in memory.
         max_queue: Waiting requests before others get 429.
         max_memory: MLX memory above which no request may wait.
         idle_unload: Seconds without requests after which the model is unloaded; the next request loads it.
@@ -121,6 +130,9 @@ class ServerConfig:
     files: Path | None = None
     max_files: int = 10 * 1024 * MEGABYTE
     max_upload: int = 200 * MEGABYTE
+    responses: Path | None = None
+    max_responses: int = 10 * 1024 * MEGABYTE
+    max_kept: int = MAX_KEPT
     fetch_seconds: float = 30.0
     max_images: int = 32
     max_videos: int = 4

@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Core:
-    """The common part of all doors: the model and its queue, the reading of bodies, that of media, what is kept, and files."""
+    """The common part of all doors: the model and its queue, the reading of bodies, that of media, what is kept, and files.
+
+    Attributes:
+        keeps: Whether responses are kept; those before them are found either way.
+    """
 
     service: Service
     bodies: Bodies
     media: MediaReader
     kept: KeptResponses = field(default_factory=KeptResponses)
+    keeps: bool = True
     files: FileStore | None = None
 
     def stored(self, owner: str, file_id: str) -> bytes:

@@ -57,7 +57,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob: data:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "frame-ancestors 'none'; base-uri 'self'; form-action 'none'",
 }
 
 
@@ -181,7 +181,10 @@ class Edge:
             await self._app(scope, receive, send)
             return
         # for the routes: the path may have it or not
-        scope = {**scope, "root_path": self._config.root_path}
+        root = self._config.root_path
+        scope = {**scope, "root_path": root}
+        if root and scope["path"] == root:  # the page, typed without its last slash
+            scope["path"] = f"{root}/"
         headers = Headers(scope=scope)
         client = scope["client"][0] if scope["client"] else ""
         given = headers.get("x-request-id", "")

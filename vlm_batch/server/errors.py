@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from vlm_batch.errors import InvalidRequest, PromptTooLong
-from vlm_batch.server.fields import SAMPLING, TEMPLATE
+from vlm_batch.server.fields import ALIASES, SAMPLING, TEMPLATE
 from vlm_batch.server.wire import field_names
 from vlm_batch.types import Result
 
@@ -20,7 +20,9 @@ _PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+){2,
 _FILE = re.compile(r"file://\S+")
 _SLASHES = re.compile(r"[/\\]+")
 #: The library's field names -> the wire's.
-_ON_THE_WIRE = {ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items()}
+_ON_THE_WIRE = {
+    ours: wire for wire, ours in {**SAMPLING, **TEMPLATE}.items() if wire not in ALIASES
+}
 _ON_THE_WIRE |= {name: name for name in ("tools", "min_pixels", "max_pixels")}
 _ON_THE_WIRE["token_ids"] = "prompt"
 _FIELDS = re.compile(r"(?:(?:, | and )?\b(?:" + "|".join(_ON_THE_WIRE) + r")\b)+")

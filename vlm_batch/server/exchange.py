@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,6 +28,9 @@ from vlm_batch.server.service import Visit
 from vlm_batch.server.streams import SentEvents, unless_left
 from vlm_batch.server.wire import Body
 from vlm_batch.types import Event, Result, TokenLogprobs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("vlm_batch.server")
 
@@ -128,6 +131,13 @@ class Exchange(ABC):
         self._priority = priority
         self._dialect: Dialect | None = None
         self._last_token_at: dict[int, float] = {}
+
+    @classmethod
+    async def made(
+        cls, core: Core, entry: Entry, body: Any, *, priority: int = 0
+    ) -> Self:
+        """Return an exchange that has at hand what its body goes on from. Raises ApiError."""
+        return cls(core, entry, body, priority=priority)
 
     @property
     def seconds(self) -> float:
@@ -264,6 +274,9 @@ class Exchange(ABC):
                 client=self.entry.number,
             )
             handles = await service.submit(visit, requests)
+            if visit.is_background:
+                # nobody reads along: one turn of the event loop a row, not one a token
+                await asyncio.gather(*handles)
             async with aclosing(_merged(handles)) as merged:
                 async for index, event in merged:
                     choice = self.choices[index * ask.params.n + event.index]
@@ -298,7 +311,7 @@ class Exchange(ABC):
         try:
             delta = choice.reader.feed(event)
             if event.token is not None:
-                self._note_token(choice)
+                self._note_token(choice, visit)
             if event.token is not None and self.tells_tokens:
                 delta += Delta(token_ids=(event.token,))
             if result is not None:
@@ -316,6 +329,8 @@ class Exchange(ABC):
         self.core.service.ended(result, shares_prompt=shares)
         self._check(result, visit)
         choice.result = result
+        if visit.is_background and choice.num_tokens:
+            self.entry.said.setdefault("ttft", round(result.timings.ttft, 6))
 
     def _check(self, result: Result, visit: Visit) -> None:
         if result.finish_reason == "error":
@@ -338,8 +353,10 @@ class Exchange(ABC):
         said = "the server ended this request: it is shutting down"
         raise ApiError(503, said, headers={"Retry-After": "5"})
 
-    def _note_token(self, choice: Choice) -> None:
+    def _note_token(self, choice: Choice, visit: Visit) -> None:
         choice.num_tokens += 1
+        if visit.is_background:
+            return
         now = time.perf_counter()
         before = self._last_token_at.get(choice.index)
         if before is not None:
@@ -367,7 +384,8 @@ def through(exchange: type[Exchange]) -> Answer:
     async def answer(core: Core, body: Body, request: HttpRequest) -> Response:
         core.check_model(body.model)
         entry = entry_of(request)
-        one = exchange(core, entry, body, priority=priority_of(request))
+        priority = priority_of(request)
+        one = await exchange.made(core, entry, body, priority=priority)
         return await answer_whole_or_streamed(one, request)
 
     return answer
@@ -378,7 +396,7 @@ def counted(exchange: type[Exchange], head: Mapping[str, Any]) -> Answer:
 
     async def answer(core: Core, body: Body, request: HttpRequest) -> Response:
         core.check_model(body.model)
-        one = exchange(core, entry_of(request), body)
+        one = await exchange.made(core, entry_of(request), body)
         number = await unless_left(request, one.num_prompt_tokens())
         return JsonResponse({**head, "input_tokens": number})
 

@@ -9,10 +9,21 @@ from vlm_batch.types import SAMPLING_PARAMETERS
 #: Wire fields -> fields of ``SamplingParams``.
 SAMPLING: Mapping[str, str] = {
     "response_format": "json_schema",
+    "json_schema": "json_schema",
+    "guided_json": "json_schema",
+    "thinking_token_budget": "thinking_budget",
+    "thinking_budget_tokens": "thinking_budget",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 } | {one.name: one.name for one in SAMPLING_PARAMETERS if one.over_http}
+#: Names of llama.cpp's and vLLM's -> the names here of the same.
+ALIASES: Mapping[str, str] = {
+    "json_schema": "response_format",
+    "guided_json": "response_format",
+    "thinking_token_budget": "thinking_budget",
+    "thinking_budget_tokens": "thinking_budget",
+}
 #: Wire fields -> fields of ``Template``.
 TEMPLATE: Mapping[str, str] = {
     "documents": "documents",

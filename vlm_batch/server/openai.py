@@ -18,7 +18,7 @@ from vlm_batch.server.door import Core
 from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, event_bytes
-from vlm_batch.server.fields import SAMPLING
+from vlm_batch.server.fields import ALIASES, SAMPLING
 from vlm_batch.server.wire import (
     ANY,
     Body,
@@ -51,7 +51,6 @@ _NOTHING_IN_VLLM: Nothing = {
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
     "logits_processors": ([],),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
@@ -76,7 +75,8 @@ _NOTHING_IN_LLAMA_CPP: Nothing = {
     # prefixes are always kept
     "cache_prompt": (True,),
     "n_cache_reuse": (0,),
-    "id_slot": (-1,),
+    # a place in the server, with the prefix that it keeps
+    "id_slot": ANY,
     "n_predict": (-1,),
     "n_cmpl": (1,),
     "n_keep": (0,),
@@ -107,7 +107,6 @@ _NOTHING_IN_LLAMA_CPP: Nothing = {
     "adaptive_decay": ANY,
     "backend_sampling": ANY,
     "grammar": ("",),
-    "json_schema": (),
     "lora": ([],),
     "response_fields": ([],),
     "samplers": (),
@@ -117,8 +116,9 @@ _NOTHING_IN_LLAMA_CPP: Nothing = {
     "verbose": (False,),
     "reasoning_format": ("auto", "deepseek"),
     "reasoning_control": (False,),
-    "thinking_budget_tokens": (-1,),
     "parse_tool_calls": (True,),
+    # comments in a stream that is silent
+    "sse_ping_interval": ANY,
 }
 #: Fields of other servers' that are not served, and values beside null that change nothing, which some clients always send.
 NOTHING: Nothing = {
@@ -139,8 +139,6 @@ REFUSED: Mapping[str, str] = {
     "function_call": "use tools and tool_choice",
     "functions": "use tools",
     "grammar": "use guided_grammar, in Lark's notation",
-    "guided_json": "use response_format",
-    "json_schema": "use response_format",
     "logprob_token_ids": "log-probabilities are those of the likeliest tokens; use top_logprobs",
     "moderation": "nothing is moderated",
     "n_cmpl": "use n",
@@ -153,7 +151,6 @@ REFUSED: Mapping[str, str] = {
     "resize_shape": "it sets the sides of pictures, up and down; min_pixels and max_pixels bound their pixels",
     "stream_interval": "every token is told when it comes",
     "suffix": "text is only added at the end",
-    "thinking_budget_tokens": "use thinking_budget",
     "verbosity": "no family has a control for it",
     "web_search_options": "nothing is searched",
 }
@@ -207,6 +204,12 @@ class ObjectFormat(Member):
     type: Literal["json_object"]
 
 
+class FittingFormat(ObjectFormat):
+    """Any object, or one that fits a schema, as llama.cpp's clients write it."""
+
+    schema_: Json | None = Field(None, alias="schema")
+
+
 class SchemaFormat(Member):
     type: Literal["json_schema"]
     json_schema: Schema
@@ -228,7 +231,7 @@ class StructuredOutputs(Wire):
 
 
 ResponseFormat: TypeAlias = Annotated[
-    TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")
+    TextFormat | FittingFormat | SchemaFormat, Field(discriminator="type")
 ]
 
 
@@ -273,8 +276,11 @@ class Common(SampledBody):
     priority: int | None = None
     cache_salt: Name | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stop: str | Stops | None = None
     vllm_xargs: VllmArguments | None = None
+    json_schema: Json | str | None = None
+    guided_json: Json | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
@@ -302,6 +308,8 @@ NEUTRAL: Mapping[str, Any] = {
     "chat_template_kwargs": {},
     "add_generation_prompt": True,
     "continue_final_message": False,
+    "thinking_token_budget": -1,
+    "thinking_budget_tokens": -1,
 }
 #: Stands for no value.
 _NONE = object()
@@ -312,12 +320,18 @@ def asked_of(body: Wire, table: Mapping[str, str]) -> dict[str, Any]:
     names = body.model_fields_set & table.keys()
     said = body.model_dump(include=names, by_alias=True, exclude_none=True)
     found: dict[str, Any] = {}
+    by: dict[str, str] = {}
     for name in sorted(said):
         value = said[name]
         if value == NEUTRAL.get(name, _NONE):
             continue
         convert = _CONVERSIONS.get(name)
-        found[table[name]] = value if convert is None else convert(value)
+        ours = table[name]
+        if ours in found:
+            twice = f"{name} and {by[ours]} say the same; give one"
+            raise ApiError(400, twice, param=name)
+        found[ours] = value if convert is None else convert(value)
+        by[ours] = name
     return found
 
 
@@ -361,27 +375,21 @@ def others_of(body: Common) -> dict[str, Any]:
 
 def check_stream(body: Common) -> None:
     """Raise ApiError for what needs a stream, or cannot be streamed."""
-    options = body.stream_options
-    if not body.stream:
-        if options is None:
-            return
+    if not body.stream and body.stream_options is not None:
         said = "stream_options needs stream: true"
         raise ApiError(400, said, param="stream_options")
-    if body.prompt_logprobs is not None:
+    if body.stream and body.prompt_logprobs is not None:
         said = "prompt_logprobs come with the whole answer; leave stream out"
         raise ApiError(400, said, param="prompt_logprobs")
-    if options is None or options.include_usage:
-        return
-    if options.continuous_usage_stats:
-        said = "continuous_usage_stats needs include_usage: true"
-        raise ApiError(400, said, param="stream_options.continuous_usage_stats")
 
 
 def names_of(body: Common) -> dict[str, str]:
     """Return the fields that errors may name -> the ones that this body has in their place."""
+    said = body.model_fields_set & ALIASES.keys()
+    aliases = {ALIASES[name]: name for name in said if getattr(body, name) is not None}
     given = body.structured_outputs
     if given is None:
-        return {}
+        return aliases
     own = {
         "response_format": "json_object" if given.json_object else "json",
         "guided_regex": "regex",
@@ -389,7 +397,7 @@ def names_of(body: Common) -> dict[str, str]:
         "guided_grammar": "grammar",
     }
     unsaid = own.keys() - body.model_fields_set
-    return {name: f"structured_outputs.{own[name]}" for name in unsaid}
+    return aliases | {name: f"structured_outputs.{own[name]}" for name in unsaid}
 
 
 def _ngrams(given: VllmArguments | None) -> dict[str, Any]:
@@ -423,7 +431,7 @@ def _structured(asked: StructuredOutputs | None) -> dict[str, Any]:
 
 def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if value["type"] == "json_object":
-        return {"type": "object"}
+        return value.get("schema") or {"type": "object"}
     schema: Mapping[str, Any] = value["json_schema"]["schema"]
     return schema
 
@@ -541,11 +549,11 @@ class Completions(Exchange):
         )
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """Return the prompt's log-probabilities in vLLM's form, if they are asked for."""
+        """Return the prompt's log-probabilities in vLLM's form, or null."""
         assert choice.result is not None
         scores = choice.result.prompt_logprobs
         if scores is None or self.body.prompt_logprobs is None:
-            return {}
+            return {"prompt_logprobs": None}
         return {"prompt_logprobs": [self._score(one) for one in scores]}
 
     def _score(self, one: TokenLogprobs | None) -> dict[str, Any] | None:
@@ -559,6 +567,12 @@ class Completions(Exchange):
         for token, entry in told.items():
             entry["decoded_token"] = self.dialect.token(token)[0]
         return {str(token): entry for token, entry in told.items()}
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token's text for log-probabilities, or its id in vLLM's notation."""
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self.dialect.token(token_id)[0]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

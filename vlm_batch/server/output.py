@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vlm_batch.server.exchange import event_bytes
-from vlm_batch.server.kept import new_id
+from vlm_batch.server.items import Items
+from vlm_batch.server.private import new_id
+from vlm_batch.types import TokenLogprobs
 
 
-class Output:
-    """The output of one response: at most one item is open, and grows; an item of another kind ends it.
-
-    Each method returns the events of what it did, joined.
-    """
+class Output(Items):
+    """The output of one response."""
 
     def __init__(
-        self, response: dict[str, Any], tell: Callable[[bytes], None] | None
+        self,
+        response: dict[str, Any],
+        tell: Callable[[bytes], None] | None,
+        scored: Callable[[TokenLogprobs], dict[str, Any]],
+        named: Callable[[Mapping[str, Any]], dict[str, Any]],
     ) -> None:
         """Begin with no item.
 
         Args:
             response: The response, whose ``output`` grows.
             tell: Takes each event, where somebody may follow later.
+            scored: Returns a token's scores as the client sees them.
+            named: Returns the id and the names of a call that begins.
         """
+        super().__init__()
         self._response = response
         self._items: list[dict[str, Any]] = response["output"]
         self._tell = tell
+        self._scored = scored
+        self._named = named
         self._num_events = 0
-        # a kind and, of calls, a number
-        self._open: tuple[str, int] | None = None
-
-    @property
-    def is_message(self) -> bool:
-        """Whether a message is open."""
-        return self._open == ("message", 0)
+        #: Whether somebody hears the events; otherwise they are not made.
+        self.is_heard = True
 
     def begin(self) -> bytes:
         self._response["status"] = "in_progress"
@@ -46,29 +49,29 @@ class Output:
         return self._event(status, response=self._response)
 
     def think(self, words: str) -> bytes:
-        events = self._opened(("reasoning", 0), _thoughts)
+        events = self._opened("thoughts", lambda: self._begun(_thoughts()))
         return events + self._added("reasoning_text", words, {})
 
-    def say(self, words: str, logprobs: list[dict[str, Any]]) -> bytes:
-        events = self._opened(("message", 0), _message)
-        self._items[-1]["content"][0]["logprobs"] += logprobs
-        return events + self._added("output_text", words, {"logprobs": logprobs})
+    def say(self, words: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        events = self._opened("words", lambda: self._begun(_message()))
+        scores = [self._scored(one) for one in logprobs]
+        self._items[-1]["content"][0]["logprobs"] += scores
+        return events + self._added("output_text", words, {"logprobs": scores})
 
-    def call(self, index: int, named: Mapping[str, Any], arguments: str) -> bytes:
-        """Go on with a call; ``named`` are the fields of one that begins."""
-        events = self._opened(("function_call", index), lambda: _call(named))
+    def call(self, call: Mapping[str, Any]) -> bytes:
+        def begin() -> bytes:
+            return self._begun(_call(self._named(call)))
+
+        events = self._opened("call", begin, call["index"])
+        arguments = call["function"]["arguments"]
         self._items[-1]["arguments"] += arguments
         kind = "function_call_arguments.delta"
         return events + self._event(kind, **self._place(), delta=arguments)
 
-    def close(self) -> bytes:
-        """End the open item."""
-        if self._open is None:
-            return b""
-        self._open = None
+    def _ended(self, kind: str) -> bytes:
         item, place = self._items[-1], self._place()
         item["status"] = "completed"
-        if item["type"] == "function_call":
+        if kind == "call":
             said = {"name": item["name"], "arguments": item["arguments"]}
             events = self._event("function_call_arguments.done", **place, **said)
         else:
@@ -81,25 +84,16 @@ class Output:
         index = place["output_index"]
         return events + self._event("output_item.done", output_index=index, item=item)
 
-    def _opened(
-        self, key: tuple[str, int], make: Callable[[], dict[str, Any]]
-    ) -> bytes:
-        """End one item and begin another, if it is another."""
-        if self._open == key:
-            return b""
-        events = self.close()
-        item = make()
-        self._open = key
+    def _begun(self, item: dict[str, Any]) -> bytes:
         self._items.append(item)
         index = len(self._items) - 1
         if "content" not in item:
-            added = self._event("output_item.added", output_index=index, item=item)
-            return events + added
+            return self._event("output_item.added", output_index=index, item=item)
         begun = {**item, "content": []}
-        events += self._event("output_item.added", output_index=index, item=begun)
+        added = self._event("output_item.added", output_index=index, item=begun)
         place = {**self._place(), "content_index": 0}
         part = item["content"][0]
-        return events + self._event("content_part.added", **place, part=part)
+        return added + self._event("content_part.added", **place, part=part)
 
     def _added(self, kind: str, words: str, more: Mapping[str, Any]) -> bytes:
         self._items[-1]["content"][0]["text"] += words
@@ -111,6 +105,8 @@ class Output:
         return {"output_index": index, "item_id": self._items[-1]["id"]}
 
     def _event(self, kind: str, **said: Any) -> bytes:
+        if not self.is_heard:
+            return b""
         name = f"response.{kind}"
         head = {"type": name, "sequence_number": self._num_events}
         self._num_events += 1

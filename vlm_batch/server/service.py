@@ -154,7 +154,7 @@ class Service:
         """The requests that keep the batch full; one while no model is there."""
         if self.model is None:
             return 1
-        return self.model.batcher._most_in_flight()
+        return self.model.batcher.most_in_flight()
 
     @property
     def num_open(self) -> int:

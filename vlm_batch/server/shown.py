@@ -24,8 +24,8 @@ def following(kept: Kept, begin: int, seconds: float) -> Response:
 def add_routes(app: FastAPI, core: Core) -> None:
     """Add the routes that show, end and delete what is kept."""
 
-    def find(response_id: str, request: HttpRequest) -> Kept:
-        kept = core.kept.find(response_id, entry_of(request).number)
+    async def find(response_id: str, request: HttpRequest) -> Kept:
+        kept = await core.kept.find(response_id, entry_of(request).owner)
         if kept is None:
             raise ApiError(404, f"there is no response {response_id[:100]!r}")
         return kept
@@ -38,11 +38,14 @@ def add_routes(app: FastAPI, core: Core) -> None:
         starting_after: int = -1,
     ) -> Response:
         """Return a response that is kept, or its events from one on."""
-        kept = find(response_id, request)
+        kept = await find(response_id, request)
         if not stream:
             return JsonResponse(kept.body)
         if not kept.body["background"]:
             said = "only what was made in the background has events to follow"
+            raise ApiError(400, said, param="stream")
+        if kept.is_over and not kept.events:
+            said = "its events are gone; what they told is in the response itself"
             raise ApiError(400, said, param="stream")
         seconds = core.service.config.request_seconds
         return following(kept, max(0, starting_after + 1), seconds)
@@ -50,7 +53,7 @@ def add_routes(app: FastAPI, core: Core) -> None:
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str, request: HttpRequest) -> Response:
         """Forget a response, and end it if it is being made."""
-        kept = find(response_id, request)
+        kept = await find(response_id, request)
         if kept.running is not None:
             kept.running.cancel()
         core.kept.forget(kept)
@@ -60,7 +63,7 @@ def add_routes(app: FastAPI, core: Core) -> None:
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, request: HttpRequest) -> Response:
         """End a response that is made in the background."""
-        kept = find(response_id, request)
+        kept = await find(response_id, request)
         if not kept.body["background"]:
             raise ApiError(400, "only what is made in the background can be cancelled")
         if kept.running is not None:
@@ -77,7 +80,7 @@ def add_routes(app: FastAPI, core: Core) -> None:
         after: str | None = None,
     ) -> Response:
         """List what came in with a response."""
-        items = list(find(response_id, request).items)
+        items = list((await find(response_id, request)).items)
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]

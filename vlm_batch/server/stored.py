@@ -17,20 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import filelock
-
-from vlm_batch.jobs.lines import replace_file
-from vlm_batch.server.config import InvalidConfig
 from vlm_batch.server.edge import PART_OF_CLIENT
 from vlm_batch.server.errors import ApiError
-from vlm_batch.server.kept import new_id
+from vlm_batch.server.private import (
+    new_id,
+    opened_private,
+    private_folder,
+    write_private,
+)
 
 logger = logging.getLogger("vlm_batch.server")
 
 #: Most files of all clients; a record takes about 1 KB of memory.
 MAX_FILES = 20_000
-#: Seconds for which files are kept, if nothing else is said: OpenAI's age of batch files.
-AGE = 30 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -78,18 +77,7 @@ class FileStore:
         self._coming: Counter[str] = Counter()
         self._sizes: Counter[str] = Counter()
         self._files: dict[str, StoredFile] = {}
-        # given back by another thread than takes it
-        self._lock = filelock.FileLock(folder / "lock", timeout=0, thread_local=False)
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            self._lock.acquire()
-        except filelock.Timeout as error:
-            said = f"--files: another server has {folder}; give each one of its own"
-            raise InvalidConfig(said) from error
-        except OSError as error:
-            said = f"--files: {folder} cannot be used: {error.strerror}"
-            raise InvalidConfig(said) from error
+        self._lock = private_folder(folder, "--files")
         for record in self.records("file-", ("owner", "file")):
             if self.path(record["file"]["id"]).exists():
                 self._add(StoredFile(record["owner"], record["file"]))
@@ -115,7 +103,7 @@ class FileStore:
     def write_record(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a record whole, or not at all. Raises CannotWrite."""
         path = self.path(f"{name}.json")
-        replace_file(path, json.dumps(record, ensure_ascii=False).encode())
+        write_private(path, json.dumps(record, ensure_ascii=False).encode())
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -188,7 +176,7 @@ class FileStore:
     def coming(self, owner: str) -> Iterator[Coming]:
         """Take in an upload; what was not ``kept`` is deleted."""
         path = self.path(f".{new_id('upload')}")
-        with open(path, "xb", opener=_private) as file:
+        with open(path, "xb", opener=opened_private) as file:
             one = Coming(path, file, lambda size: self._count(owner, size))
             try:
                 yield one
@@ -259,7 +247,3 @@ class Coming:
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._path, target)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -17,8 +17,7 @@ from vlm_batch.server.doors.completions import CompletionRequest, TextExchange
 from vlm_batch.server.doors.files import age_of, listed, store_of
 from vlm_batch.server.doors.responses import InputRequest, ResponseExchange
 from vlm_batch.server.errors import ApiError, JsonResponse
-from vlm_batch.server.kept import new_id
-from vlm_batch.server.stored import AGE
+from vlm_batch.server.private import AGE, new_id
 from vlm_batch.server.wire import Body, Metadata, Wire
 
 PATH = "/v1/batches"

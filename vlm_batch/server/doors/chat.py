@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field
 
 from vlm_batch.server.answers import Delta
 from vlm_batch.server.asking import (
-    NO_LIMIT,
     Abilities,
     Ask,
     Talk,
     ToolChoice,
     ask_of,
     no_tools,
-    parsed_arguments,
 )
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.door import Core, Door
+from vlm_batch.server.doors.chat_messages import (
+    OWN,
+    MediaArguments,
+    Message,
+    wire_messages,
+    with_frames,
+)
 from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, through
@@ -37,201 +42,20 @@ from vlm_batch.server.openai import (
     others_of,
     sampling_of,
 )
-from vlm_batch.server.pages import DOCUMENT
 from vlm_batch.server.wire import (
     ANY,
     MAX_FIELDS,
     MAX_TOOLS,
     Json,
-    Member,
     Name,
-    Nothing,
-    Number,
-    Parts,
     Tools,
     Turns,
     Wire,
     at_most,
 )
-from vlm_batch.types import ALL_FRAMES, TokenLogprobs
+from vlm_batch.types import TokenLogprobs
 
 MAX_DOCUMENTS = 1024
-
-#: What clients write beside contents, at every depth: their own ids, hints for other servers' caches and providers.
-_OWN: Nothing = {
-    "id": ANY,
-    "cache_control": ANY,
-    "provider_specific_fields": ANY,
-    "extra_content": ANY,
-}
-
-# Messages ----------------------------------------------------------------------------------------------------------
-
-
-class Url(Wire):
-    """A picture: a data URI, base64, or, where the server allows it, an http(s) URL or file."""
-
-    nothing = {"detail": ("",), "format": ANY, "uuid": ANY}
-    url: str
-    # a hint: pictures are taken as they are
-    detail: Literal["auto", "low", "high", "original"] | None = None
-
-
-class VideoUrl(Wire):
-    nothing = {"detail": ("", "auto"), "format": ANY, "uuid": ANY}
-    url: str
-
-
-class AudioUrl(Wire):
-    nothing = {"format": ANY, "uuid": ANY}
-    url: str
-
-
-class AudioData(Wire):
-    """A recording in base64; its bytes decide the format."""
-
-    data: str
-    format: Literal["wav", "mp3", "flac", "ogg", "opus"] | None = None
-
-
-class PartBase(Member):
-    """The fields that every part of a content may have beside it."""
-
-    nothing = {
-        **_OWN,
-        "uuid": ANY,
-        "name": ANY,
-        "index": ANY,
-        "annotations": ANY,
-        "extras": ANY,
-    }
-
-
-class TextPart(PartBase):
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(PartBase):
-    """The text of an earlier refusal."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-class ImagePart(PartBase):
-    type: Literal["image_url"]
-    image_url: Url | str
-
-
-class VideoPart(PartBase):
-    """A video and its sampling (``vlm_batch.Video``)."""
-
-    type: Literal["video_url"]
-    video_url: VideoUrl | str
-    fps: Number | None = None
-    num_frames: int | None = None
-    max_frames: int | None = None
-    max_pixels: int | None = None
-    sound: bool = False
-
-
-class AudioPart(PartBase):
-    type: Literal["input_audio"]
-    input_audio: AudioData
-
-
-class AudioUrlPart(PartBase):
-    type: Literal["audio_url"]
-    audio_url: AudioUrl | str
-
-
-class FileNamed(Wire):
-    """A PDF, a picture or a text: a stored file, or a data URI."""
-
-    filename: str | None = None
-    file_id: str | None = None
-    file_data: str | None = None
-
-
-class FilePart(PartBase):
-    type: Literal["file"]
-    file: FileNamed
-
-
-Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Part: TypeAlias = Annotated[
-    TextPart | ImagePart | VideoPart | AudioPart | AudioUrlPart | FilePart,
-    Field(discriminator="type"),
-]
-
-
-class FunctionCall(Wire):
-    nothing = {"parsed_arguments": ANY}
-    name: str
-    arguments: str
-
-
-class ToolCall(Wire):
-    """A call that the model made in an earlier turn."""
-
-    nothing = {
-        "cache_control": ANY,
-        "provider_specific_fields": ANY,
-        "extra_content": ANY,
-        "caller": (),
-    }
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class SystemMessage(Member):
-    nothing = _OWN
-    role: Literal["system", "developer"]
-    name: str | None = None
-    content: str | Parts[TextPart]
-
-
-class UserMessage(Member):
-    nothing = _OWN
-    role: Literal["user"]
-    name: str | None = None
-    content: str | Parts[Part]
-
-
-class AssistantMessage(Member):
-    """An earlier answer, with the fields that clients send back."""
-
-    nothing = {
-        **_OWN, "parsed": ANY, "status": ANY, "reasoning_details": ANY, "thinking_blocks": ([],), "images": ([],),
-    }  # fmt: skip
-    role: Literal["assistant"]
-    name: str | None = None
-    content: str | Parts[Said] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's newer name of the same
-    tool_calls: Parts[ToolCall] | None = None
-    refusal: str | None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-
-
-class ToolMessage(Member):
-    nothing = {**_OWN, "status": ANY, "is_error": ANY, "artifact": ANY}
-    role: Literal["tool"]
-    content: str | Parts[TextPart | ImagePart] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-Message: TypeAlias = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
-]
-
 
 # Tools and settings -------------------------------------------------------------------------------------------------
 
@@ -245,7 +69,7 @@ class Function(Wire):
 
 
 class Tool(Wire):
-    nothing = _OWN
+    nothing = OWN
     type: Literal["function"]
     function: Function
 
@@ -282,20 +106,6 @@ class PixelArguments(Wire):
     max_pixels: int | None = None
 
 
-class FrameArguments(Wire):
-    """The choice of every video's frames: a rate, a number, or a rate with at most a number, as in vLLM."""
-
-    fps: Number | None = None
-    num_frames: int | None = None
-
-
-class MediaArguments(Wire):
-    """The arguments of vLLM's readers of media that are honoured."""
-
-    nothing = {"image": ({},), "audio": ({},)}
-    video: FrameArguments | None = None
-
-
 class ChatRequest(Common):
     """The body of ``POST /v1/chat/completions``."""
 
@@ -311,7 +121,6 @@ class ChatRequest(Common):
         "include_reasoning": (True,),
         "add_special_tokens": (False,),
         "chat_template": (),
-        "thinking_token_budget": (-1,),
         "echo": (False,),
         "resize_shape": (),
     }
@@ -335,6 +144,8 @@ class ChatRequest(Common):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     mm_processor_kwargs: PixelArguments | None = None
@@ -342,9 +153,6 @@ class ChatRequest(Common):
 
 
 # In --------------------------------------------------------------------------------------------------------------------
-
-#: The fields of a video part that choose its frames.
-_OF_FRAMES = frozenset({"fps", "num_frames", "max_frames"})
 
 
 def chat_ask(
@@ -364,11 +172,14 @@ def chat_ask(
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.tool_choice == "auto" and body.tools is None:  # OpenAI refuses it, too
         raise no_tools()
+    if body.add_generation_prompt and body.continue_final_message:
+        said = "the last message goes on, or the next one begins; leave one out"
+        raise ApiError(400, said, param="continue_final_message")
     check_stream(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = body.tools or ()
     talk = Talk(
-        messages=_with_frames(wire_messages(body), body.media_io_kwargs),
+        messages=with_frames(wire_messages(body.messages), body.media_io_kwargs),
         sampling=sampling_of(body, max_tokens=_max_tokens(body), logprobs=logprobs),
         sampling_source=body.sampling,
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
@@ -409,79 +220,6 @@ def _choice(body: ChatRequest) -> ToolChoice:
         names = [tool.function.name for tool in among.tools]
         return ToolChoice(mode=among.mode, allowed=names, one_only=one_only)
     return ToolChoice(mode=given or "auto", one_only=one_only)
-
-
-def wire_messages(body: ChatRequest) -> list[dict[str, Any]]:
-    """Return messages as plain mappings, with calls' arguments parsed."""
-    found = [message.model_dump(exclude_none=True) for message in body.messages]
-    for plain in found:
-        # OpenAI's newer name; templates know the older one
-        if plain["role"] == "developer":
-            plain["role"] = "system"
-        for call in plain.get("tool_calls", ()):
-            function = call["function"]
-            function["arguments"] = parsed_arguments(function["arguments"])
-        if plain["role"] == "assistant":
-            _clean_answer(plain)
-        plain.setdefault("content", "")  # a tool's that returned nothing
-        if isinstance(plain["content"], list):
-            plain["content"] = [_with_document(part) for part in plain["content"]]
-    return found
-
-
-def _with_document(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part; of a file, what the server's other doors call it. Raises ApiError."""
-    if part["type"] != "file":
-        return part
-    named = part["file"]
-    if ("file_id" in named) == ("file_data" in named):
-        raise ApiError(400, "a file needs file_id or file_data", param="messages")
-    if "file_id" in named:
-        return {"type": DOCUMENT, DOCUMENT: {"file_id": named["file_id"]}}
-    return {"type": DOCUMENT, DOCUMENT: {"url": named["file_data"]}}
-
-
-def _clean_answer(plain: dict[str, Any]) -> None:
-    """Convert an earlier answer for templates; a refusal becomes text."""
-    plain.pop("annotations", None)
-    refused = plain.pop("refusal", None)
-    plain.setdefault("content", refused or "")
-    if isinstance(plain["content"], list):
-        plain["content"] = [
-            {"type": "text", "text": part.get("text", part.get("refusal"))}
-            for part in plain["content"]
-        ]
-    reasoning = plain.pop("reasoning", None)
-    if reasoning is not None:
-        plain.setdefault("reasoning_content", reasoning)
-
-
-def _with_frames(
-    messages: list[dict[str, Any]], given: MediaArguments | None
-) -> list[dict[str, Any]]:
-    """Return messages whose videos have the choice of frames that is said for all; what a part says goes first."""
-    if given is None or given.video is None:
-        return messages
-    frames = _frames(given.video)
-    for message in messages:
-        content = message["content"]
-        for part in content if isinstance(content, list) else ():
-            if part["type"] == "video_url" and _OF_FRAMES.isdisjoint(part):
-                part |= frames
-    return messages
-
-
-def _frames(given: FrameArguments) -> dict[str, Any]:
-    """Return the choice of frames as a part says it, with vLLM's meaning of -1.
-
-    A rate of -1 is none. A number of -1 is every frame, and beside a rate it is no bound.
-    """
-    has_rate = given.fps not in (None, NO_LIMIT)
-    if not has_rate:
-        return {} if given.num_frames is None else {"num_frames": given.num_frames}
-    rate = {"fps": given.fps}
-    is_bound = given.num_frames not in (None, ALL_FRAMES)
-    return {**rate, "max_frames": given.num_frames} if is_bound else rate
 
 
 # Out -------------------------------------------------------------------------------------------------------------------
@@ -561,7 +299,7 @@ class ChatExchange(Completions):
         return {**self._token(step.token_id, step.logprob), "top_logprobs": tops}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.dialect.token(token_id)
+        text, raw = self.token_text(token_id), self.dialect.token(token_id)[1]
         return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
 

@@ -31,7 +31,12 @@ from vlm_batch.types import TokenLogprobs
 class CompletionRequest(Common):
     """The body of ``POST /v1/completions``: final prompts, without pictures."""
 
-    nothing = {**NOTHING, "add_special_tokens": (True,), "prompt_embeds": ([],)}
+    nothing = {
+        **NOTHING,
+        "add_special_tokens": (True,),
+        "prompt_embeds": ([],),
+        "thinking_budget_tokens": (-1,),
+    }
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: NumTops | None = None
     echo: bool | None = None
@@ -152,7 +157,8 @@ class TextExchange(Completions):
             "text_offset": [],
         }
         for step in steps:
-            text, raw = self.dialect.token(step.token_id)
+            text = self.token_text(step.token_id)
+            raw = self.dialect.token(step.token_id)[1]
             found["tokens"].append(text)
             found["token_logprobs"].append(known(step.logprob))
             found["top_logprobs"].append(self._tops(step, text))
@@ -166,9 +172,7 @@ class TextExchange(Completions):
         if math.isnan(step.logprob):
             return None
         tops = step.top[: self.body.logprobs]
-        told = {
-            self.dialect.token(token)[0]: finite(logprob) for token, logprob in tops
-        }
+        told = {self.token_text(token): finite(logprob) for token, logprob in tops}
         return {**told, text: finite(step.logprob)}
 
     def _is_shown(self, choice: Choice, token_id: int) -> bool:

@@ -17,8 +17,8 @@ from starlette.responses import FileResponse, Response
 
 from vlm_batch.server.door import Core, entry_of
 from vlm_batch.server.errors import ApiError, JsonResponse
-from vlm_batch.server.kept import new_id
-from vlm_batch.server.stored import AGE, Coming, FileStore, StoredFile
+from vlm_batch.server.private import AGE, new_id
+from vlm_batch.server.stored import Coming, FileStore, StoredFile
 
 PATH = "/v1/files"
 PURPOSES = ("batch", "vision", "user_data")

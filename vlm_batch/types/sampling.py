@@ -1,0 +1,397 @@
+"""Parameters of the choice of one request's tokens, each declared once with its check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from vlm_batch.advice import SAMPLING, advises_of_fields
+from vlm_batch.checks import (
+    MOST,
+    are_tokens,
+    as_tuple,
+    check_unicode,
+    demand,
+    is_non_empty,
+    is_real,
+    non_empty_texts,
+)
+from vlm_batch.errors import InvalidParameters
+from vlm_batch.parameters import (
+    Flag,
+    RealNumber,
+    TrueOrFalse,
+    WholeNumber,
+    declared,
+    parameters_of,
+)
+from vlm_batch.schemas import json_schema_of
+
+#: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, as in mlx-lm; called on the engine's thread.
+LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
+
+#: Parameters that constrain the form of an answer.
+FORMS = ("json_schema", "regex", "grammar", "choice")
+#: Parameters that end an answer elsewhere than its form does.
+_ENDS = ("stop", "stop_token_ids", "ignore_eos")
+#: Bounds on stop strings and stop tokens: each token is compared with them while other requests wait.
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
+#: Bounds on bad words, allowed tokens (more than any vocabulary) and tokens with a bias.
+_MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
+
+
+@advises_of_fields(SAMPLING)
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters for choosing one request's tokens.
+
+    An answer has at most one form: ``json_schema``, ``regex``, ``grammar`` or ``choice``. Thinking precedes it. An
+    answer that ends with "length" may be incomplete. A form excludes ``stop``, ``stop_token_ids`` and ``ignore_eos``.
+
+    Args:
+        max_tokens: most tokens of the answer. 0, with ``prompt_logprobs``, reads the prompt and answers nothing.
+        temperature: divisor of the logits; 0 is greedy.
+        top_p: keep the most likely tokens until their probabilities reach this; 1 is off.
+        top_k: keep this many most likely tokens; 0 is off.
+        min_p: drop tokens below this times the highest probability; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of recent tokens (Keskar et al. 2019); 1 is
+            off.
+        repetition_context_size: number of recent tokens.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice in the answer; 0 is off. OCR models that fall
+            into loops need it: DeepSeek-OCR's authors take 30, with a window of 90.
+        window_size: number of the answer's last tokens in which such a sequence is looked for; None: the whole answer.
+        whitelist_token_ids: tokens that may complete such a sequence all the same, such as ``<td>`` and ``</td>``.
+        seed: makes sampling reproducible in any batch. None draws a fresh seed.
+        stop: strings that end the answer, which leaves them out.
+        stop_token_ids: tokens that end it, beside the model's own.
+        ignore_eos: do not end at the model's own end tokens.
+        logprobs: report each step's log-probabilities of the chosen token and of this many most likely ones, after
+            processors and before the temperature.
+        prompt_logprobs: likewise for the prompt's tokens. The request then reuses nothing of earlier ones, and excludes
+            ``cache`` and ``return_cache``.
+        logits_processors: functions ``(tokens (T,), logits (1, V)) -> logits (1, V)`` of prompt and answer, as in
+            mlx-lm.
+        presence_penalty: subtracted from logits of the answer's tokens (OpenAI's definition).
+        frequency_penalty: subtracted per occurrence in the answer (OpenAI's definition).
+        logit_bias: numbers in -100..100 added to tokens' logits.
+        allowed_token_ids: exclude all other tokens; None allows all.
+        bad_words: texts that may not occur, tokenized with or without a space before.
+        min_tokens: fewest tokens of the answer; stop strings do not count before.
+        n: number of answers, with the seeds ``seed``, ``seed + 1``, ...
+        skip_special_tokens: leave special tokens such as ``<|box_start|>`` out of the text. False shows all but the one
+            that ends the answer. None: out, but for checkpoints that answer in such tokens
+            (``ModelSpec.special_tokens``).
+        thinking_budget: most tokens of thinking; None sets no bound.
+        json_schema: a mapping, JSON text or a pydantic model's class.
+        regex: regular expression of the whole answer.
+        grammar: Lark grammar, as llguidance reads it.
+        choice: texts to choose from.
+
+    Raises:
+        InvalidParameters: a value is out of range.
+    """
+
+    # HTTP spells it in two ways, and the server bounds it.
+    max_tokens: int = declared(
+        256,
+        WholeNumber(0, 2**63 - 1),
+        flag=Flag("longest answer", "N", says_default=True),
+        over_http=False,
+    )
+    # Within these bounds, logits of float32 or less do not overflow.
+    temperature: float = declared(
+        0.0,
+        RealNumber(
+            lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"
+        ),
+        flag=Flag("0 is greedy", "T", says_default=True),
+    )
+    top_p: float = declared(
+        1.0,
+        RealNumber(
+            lambda x: 1e-30 <= x <= 1,
+            "a number above 0 (1e-30) and at most 1 (1 is off)",
+        ),
+        flag=Flag("1 is off", "P", says_default=True),
+    )
+    top_k: int = declared(
+        0, WholeNumber(0, MOST), flag=Flag("0 is off", "K", says_default=True)
+    )
+    min_p: float = declared(
+        0.0,
+        RealNumber(
+            lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"
+        ),
+        flag=Flag("0 is off", "P", says_default=True),
+    )
+    repetition_penalty: float = declared(
+        1.0,
+        RealNumber(lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"),
+        flag=Flag("of words that come again; 1 is off", "P"),
+    )
+    repetition_context_size: int = declared(20, WholeNumber(1, MOST))
+    # HTTP has them among vLLM's arguments, as vLLM does.
+    no_repeat_ngram_size: int = declared(
+        0,
+        WholeNumber(0, MOST),
+        flag=Flag("no N tokens of an answer twice; 0 is off", "N"),
+        over_http=False,
+    )
+    window_size: int | None = declared(
+        None,
+        WholeNumber(1, MOST),
+        flag=Flag(
+            "number of last tokens in which they are looked for (default: all)", "N"
+        ),
+        over_http=False,
+    )
+    whitelist_token_ids: Sequence[int] = declared((), over_http=False)
+    seed: int | None = declared(
+        None,
+        WholeNumber(0, 2**64 - 1),
+        flag=Flag("makes sampled answers reproducible, whatever the batch", "N"),
+    )
+    stop: Sequence[str] = declared(
+        (),
+        flag=Flag(
+            "text that ends an answer; several may be given", "TEXT", is_repeated=True
+        ),
+    )
+    stop_token_ids: Sequence[int] = declared(())
+    ignore_eos: bool = declared(False, TrueOrFalse())
+    logprobs: int | None = declared(None, WholeNumber(0, 100), over_http=False)
+    prompt_logprobs: int | None = declared(None, WholeNumber(0, 100))
+    logits_processors: Sequence[LogitsProcessor] = declared(
+        (), in_jobs=False, over_http=False
+    )
+    presence_penalty: float = declared(
+        0.0, RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
+    )
+    frequency_penalty: float = declared(
+        0.0, RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
+    )
+    logit_bias: Mapping[int, float] = declared({}, is_hashed=False)
+    allowed_token_ids: Sequence[int] | None = declared(None)
+    bad_words: Sequence[str] = declared(())
+    min_tokens: int = declared(0, WholeNumber(0, 2**63 - 1))
+    n: int = declared(1, WholeNumber(1, 128), over_http=False)
+    skip_special_tokens: bool | None = declared(
+        None,
+        TrueOrFalse("True, False or None"),
+        flag=Flag(
+            "leave special tokens such as <|box_start|> out of answers, or show them (default: as the model needs)"
+        ),
+    )
+    thinking_budget: int | None = declared(
+        None, WholeNumber(0, 2**63 - 1), flag=Flag("most tokens of thinking", "N")
+    )
+    # HTTP spells the forms as its clients do.
+    json_schema: Mapping[str, Any] | type | str | None = declared(  # noqa: RUF009
+        None,
+        flag=Flag(
+            "answers are JSON that follows this schema; --columns may name the fields of its object",
+            "FILE",
+        ),
+        over_http=False,
+        is_hashed=False,
+    )
+    regex: str | None = declared(
+        None,
+        flag=Flag("answers match a regular expression", "PATTERN"),
+        over_http=False,
+    )
+    grammar: str | None = declared(None, over_http=False)
+    choice: Sequence[str] | None = declared(
+        None,
+        flag=Flag("answers are one of these texts", "TEXT", is_repeated=True),
+        over_http=False,
+    )
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        self._check_numbers(put)
+        self._check_ends(put)
+        self._check_processors(put)
+        self._check_bias(put)
+        self._check_allowed(put)
+        self._check_ngrams(put)
+        self._check_bad_words(put)
+        self._check_form(put)
+        self._check_unicode()
+        self._check_one_form()
+        self._check_lengths()
+
+    def _check_numbers(self, put: Callable[[str, Any], None]) -> None:
+        for one in SAMPLING_PARAMETERS:
+            value = getattr(self, one.name)
+            is_unset = value is None and one.default is None
+            if one.check is not None and not is_unset:
+                put(one.name, one.check.checked(one.name, value))
+
+    def _check_ends(self, put: Callable[[str, Any], None]) -> None:
+        is_one = isinstance(self.stop, str)
+        stop = (self.stop,) if is_one else as_tuple("stop", self.stop)
+        are_texts = all(map(is_non_empty, stop))
+        demand(are_texts, InvalidParameters, "stop", stop, "non-empty strings")
+        if _is_too_much(stop, _MOST_STOPS):
+            raise InvalidParameters(
+                f"stop has {len(stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
+                " are looked for"
+            )
+        put("stop", stop)
+        tokens = as_tuple("stop_token_ids", self.stop_token_ids)
+        if len(tokens) > _MOST_STOP_TOKENS:
+            raise InvalidParameters(
+                f"stop_token_ids has {len(tokens):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
+            )
+        right = "token ids of at least 0"
+        demand(are_tokens(tokens), InvalidParameters, "stop_token_ids", tokens, right)
+        put("stop_token_ids", tuple(map(int, tokens)))
+
+    def _check_processors(self, put: Callable[[str, Any], None]) -> None:
+        processors = as_tuple("logits_processors", self.logits_processors)
+        if not all(map(callable, processors)):
+            raise InvalidParameters(
+                "logits_processors must be callables (tokens, logits) -> logits"
+            )
+        put("logits_processors", processors)
+
+    def _check_bias(self, put: Callable[[str, Any], None]) -> None:
+        bias = {} if self.logit_bias is None else self.logit_bias
+        is_right = isinstance(bias, Mapping) and _is_bias(bias)
+        right = "a mapping of token ids to numbers in -100..100"
+        demand(is_right, InvalidParameters, "logit_bias", bias, right)
+        if len(bias) > _MOST_BIASED:
+            raise InvalidParameters(
+                f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
+            )
+        put("logit_bias", {int(token): float(value) for token, value in bias.items()})
+
+    def _check_allowed(self, put: Callable[[str, Any], None]) -> None:
+        if self.allowed_token_ids is None:
+            return
+        allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
+        _check_count("allowed_token_ids", allowed)
+        is_right = bool(allowed) and are_tokens(allowed)
+        right = "token ids, or None for all"
+        demand(is_right, InvalidParameters, "allowed_token_ids", allowed, right)
+        put("allowed_token_ids", tuple(map(int, allowed)))
+
+    def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
+        white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
+        _check_count("whitelist_token_ids", white)
+        is_right = are_tokens(white) and max(white, default=0) <= MOST
+        right = "token ids of at least 0"
+        demand(is_right, InvalidParameters, "whitelist_token_ids", white, right)
+        put("whitelist_token_ids", tuple(map(int, white)))
+        size, window = self.no_repeat_ngram_size, self.window_size
+        if not size:
+            self._check_without_ngrams()
+        elif window is not None and window < size:
+            raise InvalidParameters(
+                f"window_size is {window}, below no_repeat_ngram_size, which is {size}: nothing would be found in it"
+            )
+
+    def _check_without_ngrams(self) -> None:
+        for name in ("window_size", "whitelist_token_ids"):
+            if getattr(self, name):
+                raise InvalidParameters(
+                    f"{name} belongs to no_repeat_ngram_size, which is 0 (off)"
+                )
+
+    def _check_bad_words(self, put: Callable[[str, Any], None]) -> None:
+        words = non_empty_texts("bad_words", self.bad_words)
+        if _is_too_much(words, _MOST_WORDS):
+            raise InvalidParameters(
+                f"bad_words has {len(words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
+                "together are looked for"
+            )
+        put("bad_words", words)
+
+    def _check_form(self, put: Callable[[str, Any], None]) -> None:
+        if self.choice is not None:
+            choice = non_empty_texts("choice", self.choice)
+            if not choice:
+                raise InvalidParameters(
+                    "choice is empty; it must be texts to choose from, or None"
+                )
+            put("choice", choice)
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            is_right = value is None or is_non_empty(value)
+            right = "non-empty text, or None"
+            demand(is_right, InvalidParameters, name, value, right)
+        if self.json_schema is not None:
+            put("json_schema", json_schema_of(self.json_schema))
+
+    def _check_unicode(self) -> None:
+        schema = json.dumps(self.json_schema, ensure_ascii=False)
+        check_unicode("json_schema", (schema,))
+        check_unicode("stop", self.stop)
+        check_unicode("bad_words", self.bad_words)
+        check_unicode("choice", self.choice or ())
+        check_unicode("regex", (self.regex or "",))
+        check_unicode("grammar", (self.grammar or "",))
+
+    def _check_one_form(self) -> None:
+        forms = self._given_of(FORMS)
+        if len(forms) > 1:
+            raise InvalidParameters(
+                f"{' and '.join(forms)} exclude each other: an answer has one form"
+            )
+        ends = [name for name in _ENDS if getattr(self, name)]
+        if forms and ends:
+            raise InvalidParameters(
+                f"{ends[0]} would end the answer elsewhere than {forms[0]} does; leave it out"
+            )
+
+    def _check_lengths(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise InvalidParameters(
+                f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}"
+            )
+        if self.max_tokens:
+            return
+        if self.prompt_logprobs is None:
+            raise InvalidParameters(
+                "max_tokens is 0; an answer has at least one token, but with prompt_logprobs"
+            )
+        if self.n > 1:
+            raise InvalidParameters(
+                f"n is {self.n}; with max_tokens=0 there is one answer, which is empty"
+            )
+
+    def _given_of(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def form(self) -> str | None:
+        """Name of the parameter that constrains the form, or None."""
+        return next(iter(self._given_of(FORMS)), None)
+
+
+#: The parameters as they are declared, in the order of their fields.
+SAMPLING_PARAMETERS = parameters_of(SamplingParams)
+
+
+def _is_too_much(texts: Sequence[str], most: int) -> bool:
+    """Return whether texts are more than ``most``, or too long together to be looked for."""
+    return len(texts) > most or sum(map(len, texts)) > _MOST_STOP_CHARACTERS
+
+
+def _is_bias(bias: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is of tokens to numbers in -100..100."""
+    values = bias.values()
+    if not are_tokens(bias) or not all(map(is_real, values)):
+        return False
+    return max(map(abs, values), default=0) <= 100
+
+
+def _check_count(name: str, tokens: Sequence[Any]) -> None:
+    if len(tokens) > _MOST_ALLOWED:
+        raise InvalidParameters(
+            f"{name} has {len(tokens):,} ids; {_MOST_ALLOWED:,} are the most"
+        )
