@@ -203,14 +203,14 @@ def _sampled_together(places: Sequence[Row | None]) -> mx.array | None:
     first = places[0]
     if first is None:
         return None
-    tokens: mx.array = first.answer.drawn.tokens
+    tokens: mx.array = first.answer.drawn[0]
     if tokens.size != len(places):
         return None
     for at, row in enumerate(places):
         if row is None:
             return None
-        drawn = row.answer.drawn
-        if drawn.tokens is not tokens or drawn.at != at:
+        own, place = row.answer.drawn
+        if own is not tokens or place != at:
             return None
     return tokens
 
@@ -225,19 +225,21 @@ class _Run:
 
     @classmethod
     def of(cls, drawn: Drawn) -> _Run:
-        return cls(drawn.tokens, drawn.at, drawn.at + 1)
+        tokens, at = drawn
+        return cls(tokens, at, at + 1)
 
     def take(self, drawn: Drawn) -> bool:
         """Go on by a token, if it is the next one."""
-        is_next = drawn.tokens is self.tokens and drawn.at == self.end
+        tokens, at = drawn
+        is_next = tokens is self.tokens and at == self.end
         self.end += is_next
         return is_next
 
     def next_or_zero(self) -> Drawn:
         """Return the next token, if there is one, else a zero."""
         if self.end < self.tokens.size:
-            return Drawn(self.tokens, self.end)
-        return Drawn(mx.zeros((1,), dtype=mx.int32), 0)
+            return self.tokens, self.end
+        return mx.zeros((1,), dtype=mx.int32), 0
 
     def cut(self) -> mx.array:
         is_whole = self.end - self.first == self.tokens.size

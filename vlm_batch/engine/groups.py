@@ -87,9 +87,10 @@ class DecodeGroups:
         """Return rows set apart, let back, or beyond their group's columns."""
         found: list[Row] = []
         for group in self.groups:
-            own = (group.is_apart, group.least)
             for row in group.rows:
-                if (row.is_suspect, self._least_columns(row)) != own:
+                least = self._shapes.least_columns(next_length(row))
+                is_elsewhere = row.is_suspect is not group.is_apart
+                if is_elsewhere or least != group.least:
                     found.append(row)
         return found
 

@@ -146,12 +146,13 @@ class Answer:
     @property
     def known_token(self) -> int | None:
         """The next token of a recomputed row, else None."""
-        if self.num_sampled < len(self.token_ids):
+        told = len(self.token_ids)
+        if self.num_sampled < told:
             return self.token_ids[self.num_sampled]
-        untold = self.untold
-        if untold is None or self.num_sampled > len(self.token_ids):
-            return None
-        return untold.token
+        if self.guide is None or self.num_sampled > told:
+            return None  # as mostly
+        untold = self.guide.untold
+        return None if untold is None else untold.token
 
     @property
     def waits_for_token(self) -> bool:
@@ -159,7 +160,7 @@ class Answer:
         return self.guide is not None and self.known_token is None
 
     def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
-        self.drawn = Drawn(drawn, at + count - 1)
+        self.drawn = (drawn, at + count - 1)
         self.num_sampled += count
         if self.history is not None:
             self.history = mx.concatenate([self.history, drawn[at : at + count]])
@@ -311,7 +312,8 @@ class Row:
     ) -> Event | Ending:
         """Append a token fed to its guide. Returns its event, or the answer's end."""
         answer, guide = self.answer, self.answer.guide
-        self.clock.note_token()
+        if not self.clock.first_token:
+            self.clock.note_token()
         answer.token_ids.append(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)

@@ -84,8 +84,12 @@ class Rows:
 
     def untold(self) -> list[Row]:
         """Return the rows whose forms still check their last token."""
-        rows = self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST)
-        return [row for row in rows if row.answer.untold is not None]
+        found: list[Row] = []
+        for row in self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST):
+            guide = row.answer.guide
+            if guide is not None and guide.untold is not None:
+                found.append(row)
+        return found
 
     def live(self) -> list[Row]:
         """Return the rows with places, the last in line at the end."""

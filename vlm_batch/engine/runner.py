@@ -77,7 +77,8 @@ class Runner:
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            if answer.drafter.ahead or answer.waits_for_token:
+            is_held = answer.guide is not None and answer.waits_for_token
+            if is_held or answer.drafter.ahead:
                 alone.add(row)
         if not alone:
             return [Part(rows, logits)]

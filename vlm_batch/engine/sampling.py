@@ -160,15 +160,10 @@ class Sampled:
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
-class Drawn(NamedTuple):
-    """A token in the array of those that were sampled with it; perhaps not computed yet."""
-
-    tokens: Any  # an array (N,)
-    at: int
-
-
+#: A token, perhaps not computed yet: the array (N,) of those that were sampled with it, and its place there.
+Drawn: TypeAlias = tuple[Any, int]
 #: Of a row for which no token was sampled.
-NOT_DRAWN = Drawn(None, 0)
+NOT_DRAWN: Drawn = (None, 0)
 
 
 # One row at a time, where it asks for it ------------------------------------------------------------------------------

@@ -82,10 +82,12 @@ class Telling:
             if isinstance(one, Part):
                 parts.append(one)
                 continue
-            self._wait_for(parts)
-            parts = []
+            if parts:
+                self._wait_for(parts)
+                parts = []
             self._read_tokens(one)
-        self._wait_for(parts)
+        if parts:
+            self._wait_for(parts)
         if launched:
             self._drafts.was_read()
 
@@ -154,18 +156,21 @@ class Telling:
             if not math.isfinite(highest[index]):
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
-            self._store_prompt(row)
+            if row.reuse.pending is not None:
+                self._store_prompt(row)
+            guide = row.answer.guide
             if flight.is_repeated:
                 self._end_repeated(row)
+            elif guide is None:
+                self._tell(row, tokens[index], logprobs.get(index))
             else:
-                self._take_one(row, tokens[index], logprobs.get(index))
+                self._feed(row, guide, tokens[index], logprobs.get(index))
 
-    def _take_one(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a new token to a row without drafts, once its form has taken it."""
-        guide = row.answer.guide
-        if guide is None:
-            self._tell(row, token, logprobs)
-        elif self._retry.attempt(row, guide.feed, token):
+    def _feed(
+        self, row: Row, guide: Guide, token: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Give a token to a row's guide, which keeps it until the row's form has taken it."""
+        if self._retry.attempt(row, guide.feed, token):
             guide.untold = Untold(token, logprobs)
 
     def _end_repeated(self, row: Row) -> None:
