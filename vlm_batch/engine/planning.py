@@ -218,12 +218,11 @@ class Planner:
 
 
 def _is_quick(row: Row) -> bool:
-    """Return whether a row's processor takes less than a step."""
+    """Return whether a row's processor mostly takes less than a step: it has no media, and no form to compile."""
     loading = row.prompt.loading
     if loading is None or row.params.form is not None:
         return False
-    question = loading.question
-    return not (question.media or question.takes_long)
+    return loading.known_nbytes == 0
 
 
 def _live(row: Row) -> schedule.LiveRow:
