@@ -170,10 +170,12 @@ class Rows:
 
         One whose next token is its last leaves at once, and takes no place.
         """
+        # one that was parked before its forward has none
+        has_logits = row.prompt.logits is not None
         caches, row.prompt = row.prompt.cache, Prompt()
         if caches is not None:
             self._memory.learn(caches, row.facts.length + row.answer.num_fed)
-        if row.ends_next:
+        if row.ends_next and has_logits:
             row.prompt = Prompt(cache=caches)
             self.ledger.move(row, Stage.DECODE)
             return
