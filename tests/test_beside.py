@@ -165,13 +165,15 @@ def test_a_row_that_memory_has_no_room_for_holds_nobody_up(
     made.bulk(BURST, PLACES)
     made.step(20)
     made.generator.memory.fits = lambda lengths: len(lengths) <= PLACES  # type: ignore[method-assign]
-    made.ask("chat", CHAT, "text:5:26", 8)
+    # more than are encoded ahead
+    for at in range(4):
+        made.ask(f"chat {at}", CHAT, "text:5:26", 8)
     made.step(3)
     made.launched.clear()
     made.step(5)
     assert [what for what, _ in made.launched] == ["decode"] * 5
-    made.step(200)
-    assert len(made.tokens) == PLACES + 1
+    made.step(300)
+    assert len(made.tokens) == PLACES + 4
 
 
 def test_nobody_rests_for_a_row_that_waits_for_their_prompts(

@@ -255,6 +255,27 @@ RESTING = replace(
             {1},
             True,
         ),
+        # no row overtakes one that waits for a place or for memory
+        (
+            {
+                "new": [
+                    NewRow("new", 2, 0, waits=True, wanted=10),
+                    NewRow("next", 2, 0, waits=True),
+                ]
+            },
+            (),
+            False,
+        ),
+        (
+            {
+                "new": [
+                    NewRow("new", 3, 1, waits=True, wanted=10),
+                    NewRow("next", 2, 0, waits=True),
+                ]
+            },
+            {1},
+            True,
+        ),
         # its client has nearly as many, or gives way itself, or nobody is new
         ({"new": [NewRow("new", 2, 2)]}, (), False),
         ({"new": [NewRow("new", -1, 0)]}, (), False),

@@ -120,13 +120,14 @@ class Planner:
         return self._reuse.waits_for(row, others)
 
     def _new(self, row: Row, clients: schedule.Clients) -> schedule.NewRow:
-        needs_place = row.stage in (Stage.ENCODED, Stage.READY)
+        has_length = row.stage in (Stage.ENCODED, Stage.READY)
         return schedule.NewRow(
             row.request_id,
             row.client,
             clients.placed.get(row.client, 0) - (row.stage in PLACED),
             is_coming=row.stage is Stage.PROCESSING and not _is_quick(row),
-            wanted=tokens(row) if needs_place else 0,
+            waits=row.stage in WAITING,
+            wanted=tokens(row) if has_length else 0,
         )
 
     def _decoding(self) -> frozenset[int]:

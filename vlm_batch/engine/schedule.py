@@ -62,7 +62,8 @@ class NewRow(NamedTuple):
     client: int
     places: int  # its client's, without its own
     is_coming: bool = False  # its processor runs
-    wanted: int = 0  # tokens that are to fit into memory once it has a place
+    waits: bool = False  # for a place, and for memory
+    wanted: int = 0  # tokens that are to fit into memory then; 0 until it is encoded
 
 
 class LiveRow(NamedTuple):
@@ -292,11 +293,16 @@ def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
     if not view.may_rest:
         return NOBODY, False
     for_coming = for_here = NOBODY
+    without = {row for row in view.new if not _has_room(row, view, free)}
+    # no row overtakes one that waits for a place or for memory
+    fewest = min((row.places for row in without), default=LAST)
     for row in view.new:
+        if row in without or (row.waits and row.places >= fewest):
+            continue
         resting = view.clients.resting(row.client, row.places)
         if row.is_coming:
             for_coming |= resting
-        elif _is_served(row, view, free):
+        else:
             for_here |= resting
     # others fill the time until a row has come: they decode, or, where none does, their prompts go on
     resting = for_here | for_coming if view.decoding else for_here
@@ -307,8 +313,8 @@ def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
     return resting, view.may_be_still or not has_readers
 
 
-def _is_served(row: NewRow, view: DecodeView, free: int) -> bool:
-    """Return whether a new row waits for neither a place nor memory."""
+def _has_room(row: NewRow, view: DecodeView, free: int) -> bool:
+    """Return whether there is a place for a new row, and memory, as far as that is known."""
     if not row.wanted:
         return True
     live = [one.tokens for one in view.live]
