@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,11 +34,7 @@ from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement, slab
-from vlm_batch.caches.listed import parts_of
 from vlm_batch.caches.quantisation import KVQuantisation
-from vlm_batch.caches.recurrent import DraftedRecurrent
-from vlm_batch.caches.rows import DraftedRows
-from vlm_batch.caches.slab import DraftedSlab
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.drafts import NO_DRAFTS, Drafts
@@ -51,7 +48,8 @@ from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Made
 from vlm_batch.handle import Handle
 from vlm_batch.models import adapter_for
-from vlm_batch.records import DraftState
+from vlm_batch.records import DraftState, OptionTokens
+from vlm_batch.runtime.available import Available
 from vlm_batch.store.budget import ByteBudget, footprint
 from vlm_batch.store.directory import RowFiles
 from vlm_batch.store.features import FeatureStore
@@ -70,11 +68,16 @@ QUANTISED = {"qwen2_vl": KVQuantisation(8, 32)} | dict.fromkeys(
 #: Kinds whose conversations cannot be gone on with: their prompts attend both ways, so that only the same prompt is the same.
 NO_GOING_ON = ("paligemma",)
 ROWS = 8
+#: Bytes of the system's memory, as the guard reads it.
+TOTAL = 1 << 34
+CLIENTS = (1, 1, 1, 1, 2, 3, -1, -1)
 CACHE_BYTES = 300_000  # a few rows and pictures, so that they push each other out
 END_IDS = frozenset({7, 33, 91})
 TEXTS = ("text:4:9", "text:5:26", "text:6:14", "text:7:9")
 PICTURES = ("image:2:1", "image:3:0", "image:4:2", "two:5")
 VIDEOS = ("video:3:0", "video:4:1")
+#: Options of which some need no place, all, or none.
+OPTIONS = (((3,), (9,)), ((3, 8), (9,), (4, 5, 6, 7)), ((1, 2, 3), (1, 2, 4)))
 #: Tokens of the longest answer.
 LONGEST = 10
 #: A greedy token of a quantised row that leads by less than this may be another in company.
@@ -162,6 +165,19 @@ class Asked:
     key: str | tuple[int, ...]
     params: SamplingParams
     has_form: bool = False
+    options: tuple[tuple[int, ...], ...] = ()
+
+    def request(self, name: str, params: SamplingParams, **terms: Any) -> Request:
+        if self.options:
+            params = SamplingParams()
+        return Request(
+            prompt="x", params=params, request_id=name, options=self.options, **terms
+        )
+
+    def prepared(self, inputs: Inputs) -> Prepared:
+        form = Stairs() if self.has_form else None
+        options = tuple(OptionTokens(tokens, tokens) for tokens in self.options)
+        return Prepared(as_mlx(inputs), form, kept=inputs, options=options)
 
 
 @dataclass(frozen=True)
@@ -273,16 +289,12 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
     loop = EngineLoop(generator, loaders)
     handle = Handle("alone", loop.cancel)
     question: Any = Asking(asked)
-    loop.submit(question, Request(prompt="alone", params=asked.params), handle)
+    loop.submit(question, asked.request("alone", asked.params), handle)
     while not handle.done():
         loop._serve()
         for loading in loaders.take():
             inputs = inputs_of(family, asked.key)
-            loading.finish(
-                Prepared(
-                    as_mlx(inputs), Stairs() if asked.has_form else None, kept=inputs
-                )
-            )
+            loading.finish(asked.prepared(inputs))
     return handle.result()
 
 
@@ -504,12 +516,12 @@ class DrawnDrafts(Drafts):
         return 2.0 + hoped
 
     def draft(self, row: Row, form_seconds: Callable[[], float]) -> tuple[int, ...]:
-        name, _, index = row.request_id.partition("[")
+        name, _, index = row.request_id.partition("\0")
         told, answer = self._history.told.get(name), row.answer
         if told is None or answer.guide is not None or self._draw.random() < 0.2:
             return ()
         answers = alone(self._history.family, told.asked, self._history.is_quantised)
-        right = answers[int(index.rstrip("]") or 0)].token_ids[answer.num_sampled :]
+        right = answers[int(index or 0)].token_ids[answer.num_sampled :]
         most = min(
             self._draw.randrange(1, 8), answer.max_tokens - answer.num_sampled - 1
         )
@@ -566,45 +578,6 @@ class FaultyAdapter:
         ):
             raise RuntimeError(WANT)
 
-    def decode(self, step: Any, call: Any) -> mx.array:
-        history = self._history
-        group, counts = next(
-            (group, counts)
-            for group in history.generator.rows.batch.groups
-            for counts in [_positions(group, step.caches)]
-            if counts is not None
-        )
-        logits = self._adapter.decode(step, call)
-        for row in group.rows:
-            history.fail_by(row, "decode")
-        if len(group.rows) > 1:
-            if history.befalls("decode"):
-                raise Injected("an accident")
-            if history.befalls("memory"):
-                raise RuntimeError(WANT)
-        bad = [
-            row is not None and history.fails(row, "nan")
-            for row, count in zip(group.places, counts, strict=True)
-            for _ in range(count)
-        ]
-        return mx.where(mx.array(bad)[:, None], mx.nan, logits) if any(bad) else logits
-
-
-def _positions(group: DecodeBatch, caches: Sequence[Any]) -> list[int] | None:
-    """The positions of each place of a group in a forward over these caches; None for another group's."""
-    if group.layers is caches:
-        return [1] * len(group.places)
-    first = next(parts_of(caches[0]))
-    if not isinstance(first, (DraftedRows, DraftedSlab, DraftedRecurrent)):
-        return None
-    if not any(
-        part is first._layer for layer in group.layers for part in parts_of(layer)
-    ):
-        return None
-    return list(
-        first.square.counts if isinstance(first, DraftedSlab) else first._counts
-    )
-
 
 class History:
     """An engine, its requests, and what is known of them. Every operation leaves it in a state that ``check`` looks at."""
@@ -619,6 +592,7 @@ class History:
         most_rows: int | None = None,
         columns: int = COLUMNS[0],
         drafts: bool = False,
+        places: int = ROWS,
     ) -> None:
         """``most_rows``: as many fit into memory at a time; of slabs, as many as have all of their places. ``columns``: slabs
         grow by so many."""
@@ -635,9 +609,10 @@ class History:
             text=TEXT,
             policy=settings_for(
                 placement,
-                max_rows=ROWS,
+                max_rows=places,
                 prefill_budget=16,
                 look_ahead=4,
+                ageing_seconds=1.0,
                 max_bytes=None
                 if most_rows is None
                 else _rows_of(family, placement, is_quantised).together([64])
@@ -662,11 +637,46 @@ class History:
         self.counts: Counter[str] = Counter()
         self._number = 0
         self._columns = columns
+        self._coming: list[Callable[[], None]] = []
+        self._now, self._seconds = 1.0, random.Random(columns)
+        self._time = SimpleNamespace(perf_counter=lambda: self._now)
+        self.is_short = False  # whether other programs have the memory
+        self.generator.guard.read = self._memory_left
+        self.generator.guard.clock = lambda: self._now
         self._watch_rows()
 
+    def _memory_left(self) -> Available:
+        return Available(0 if self.is_short else TOTAL, TOTAL)
+
     def _watch_rows(self) -> None:
-        """Have the adapter know for which row it works."""
+        """Have the adapter know for which row it works, rows begin by the history's clock, and others come in between."""
         runner, reuse = self.generator.runner, self.generator.reuse
+        launches = {
+            name: getattr(runner, name) for name in ("encode", "decode", "prefill")
+        }
+        add = self.generator.rows.add
+
+        def adds(row: Row) -> None:
+            row.clock.submitted = self._now
+            add(row)
+
+        def come_after(name: str) -> Callable[[Any], Any]:
+            def launched(given: Any) -> Any:
+                made = launches[name](given)
+                self._come()
+                return made
+
+            return launched
+
+        changed: Any = self.generator
+        changed.rows.add = adds
+        decode = self.generator._decoder.logits
+        # outside of the graphs, which would keep a fault
+        changed._decoder.logits = lambda group, rows: self._with_faults(
+            group, decode(group, rows)
+        )
+        for name in launches:
+            setattr(runner, name, come_after(name))
         encode, prefill, store = runner._encode_row, runner._prefill_alone, reuse.store
 
         def encodes(row: Row) -> Made:
@@ -705,8 +715,15 @@ class History:
         fault_at: int = 0,
         cache: tuple[PromptCache, Asked] | None = None,
         return_cache: bool = False,
+        client: int = 0,
+        options: tuple[tuple[int, ...], ...] = (),
+        is_late: bool = False,
     ) -> None:
-        """Ask something; with ``cache``, the conversation that it holds is gone on with."""
+        """Ask something; with ``cache``, the conversation that it holds is gone on with.
+
+        Args:
+            is_late: it comes in the middle of a step.
+        """
         if cache is not None:
             key = (*cache[0].token_ids, 5, 17, 29)
             n = 1
@@ -719,7 +736,7 @@ class History:
             ignore_eos=not stops or has_form,
             logprobs=2,
         )
-        asked = Asked(key, shown, has_form)
+        asked = Asked(key, shown, has_form, options)
         self._number += 1
         name = f"r{self._number}"
         handle = CountedHandle(name, self.loop.cancel)
@@ -738,20 +755,35 @@ class History:
         given = None if cache is None else cache[0]
         if given is not None:
             given.claim(self.generator.reuse.identity)
-        request = Request(
-            prompt="x",
-            params=params,
-            request_id=name,
+        request = asked.request(
+            name,
+            params,
             priority=priority,
             cache=given,
             return_cache=returns,
+            client=client,
         )
-        self.loop.submit(asking, request, handle)
-        if fault == "listener":
-            handle.when_done(self._raise)
         self.told[name] = Told(asked, handle, fault, fault_at, given)
         self.counts["submit"] += 1
+        self.counts["options"] += bool(options)
+
+        def come() -> None:
+            self.loop.submit(asking, request, handle)
+            if fault == "listener":
+                handle.when_done(self._raise)
+
+        if is_late and self.loop._is_busy:
+            self._coming.append(come)
+            self._turn()
+            self._come()
+        else:
+            come()
         self._follow()
+
+    def _come(self) -> None:
+        """Let those come who do so in the middle of a step."""
+        while self._coming:
+            self._coming.pop()()
 
     def load(self, which: int, count: int = 1) -> None:
         """Some questions are prepared, in any order."""
@@ -778,13 +810,7 @@ class History:
                         for value in inputs.values()
                         if isinstance(value, np.ndarray)
                     ]
-                loading.finish(
-                    Prepared(
-                        as_mlx(inputs),
-                        Stairs() if asked.has_form else None,
-                        kept=inputs,
-                    )
-                )
+                loading.finish(asked.prepared(inputs))
                 del inputs
             self._follow()
 
@@ -801,6 +827,11 @@ class History:
             told.is_cancelled = True
             assert told.handle.cancel()
             self._follow()
+
+    def press(self) -> None:
+        """Other programs take the memory, or give it back."""
+        self.is_short = not self.is_short
+        self.counts["pressed"] += self.is_short
 
     def accident(self, kind: str, after: int = 1) -> None:
         """Something will befall the engine, at the next occasion, or so many occasions from now."""
@@ -897,7 +928,8 @@ class History:
         assert len(set(placed)) == len(placed), "a row has two places"
         assert set(ledger.at(Stage.DECODE)) == set(placed)
         late = {row for row in last if row.stage is Stage.READY}
-        assert last - late == set(ledger.at(Stage.LAST)), "what is awaited is not"
+        awaited = [row for row in ledger.at(Stage.LAST) if row.params.max_tokens]
+        assert last - late == set(awaited), "what is awaited is not"
         everywhere = ledger.at(*Stage)
         assert len(set(everywhere)) == len(everywhere), "a row is at two stages"
         assert set(everywhere) == set(ledger._by_id.values()), "a row is nowhere"
@@ -905,7 +937,9 @@ class History:
         assert not ledger.num(Stage.ENDED)
         for row in everywhere:
             self._check_stage(row)
-        assert len(placed) + len(prefilling) <= ROWS, "more rows than places"
+        assert len(placed) + len(prefilling) <= generator.policy.max_rows, (
+            "more rows than places"
+        )
         memory = generator.memory
         taken = memory.together(
             [tokens(row) - GROWTH for row in (*placed, *prefilling)]
@@ -930,7 +964,10 @@ class History:
         has_embeddings = stage in (Stage.ENCODED, Stage.PREFILL)
         assert (prompt.encoded is not None) is has_embeddings
         if stage is Stage.READY:
-            assert prompt.cache is not None and prompt.logits is not None
+            assert prompt.cache is not None
+            is_fed = row.answer.num_fed == row.answer.num_sampled
+            assert (prompt.logits is not None) is is_fed
+            self.counts["parked"] += not is_fed
 
     def _check_bytes(self) -> None:
         budget, prefix = self.budget, self.prefix
@@ -1007,6 +1044,7 @@ class History:
             return
         assert ids == want[: len(ids)], f"{told.asked}: {ids}, and alone {want}"
         if one.finish_reason in ("stop", "length"):
+            _check_options(told, one, right)
             assert (ids, one.finish_reason, one.text, one.stop_reason, one.parsed) == (
                 (want, right.finish_reason, right.text, right.stop_reason, right.parsed)
             ), f"{told.asked}: ended otherwise than alone"
@@ -1047,12 +1085,26 @@ class History:
 
     def fails(self, row: Row, place: str) -> bool:
         """Whether a row is at its fault."""
-        told = self.told.get(row.request_id.partition("[")[0])
+        told = self.told.get(row.request_id.partition("\0")[0])
         return (
             told is not None
             and told.fault == place
             and row.answer.num_sampled >= told.fault_at
         )
+
+    def _with_faults(self, group: DecodeBatch, logits: mx.array) -> mx.array:
+        """Fail after a forward, which has written its caches."""
+        for row in group.rows:
+            self.fail_by(row, "decode")
+        if len(group.rows) > 1:
+            if self.befalls("decode"):
+                raise Injected("an accident")
+            if self.befalls("memory"):
+                raise RuntimeError(WANT)
+        bad: list[bool] = []
+        for row in group.rows:
+            bad += [self.fails(row, "nan")] * (1 + len(row.answer.drafter.ahead))
+        return mx.where(mx.array(bad)[:, None], mx.nan, logits) if any(bad) else logits
 
     def fail_by(self, row: Row | None, place: str) -> None:
         if row is not None and self.fails(row, place):
@@ -1101,16 +1153,30 @@ class History:
         self.check()
 
     def _turn(self) -> None:
+        self._now += self._seconds.choice((0.01, 0.05, 0.3))
         with (
             announced(self._allocates),
             mock.patch.object(slab, "CAPACITY_STEP", self._columns),
+            mock.patch("vlm_batch.engine.rows.time", self._time),
         ):
             self.loop._serve()
+        self.counts["rests"] += bool(self.generator._planner._resting)
+        self.counts["still"] += self.generator._planner.is_still
 
     def _allocates(self) -> None:
         """An allocation; who fails alone twice is said never to fit, so that it is one of several rows'."""
         if len(self.generator.rows.batch) > 1 and self.befalls("allocation"):
             raise RuntimeError(WANT)
+
+
+def _check_options(told: Told, one: Result, right: Result) -> None:
+    scores = one.options or ()
+    assert len(scores) == len(told.asked.options)
+    for mine, its in zip(scores, right.options or (), strict=True):
+        if told.may_fail and mine.error is not None:
+            continue
+        assert mine.token_ids == its.token_ids == mine.option
+        assert math.isclose(mine.logprob, its.logprob, abs_tol=1e-3), told.asked
 
 
 def _apart(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -1163,6 +1229,8 @@ def act(history: History, draw: random.Random) -> None:
         )
     elif chance < 0.521:
         history.break_engine()
+    elif chance < 0.535:
+        history.press()
     else:
         history.step()
 
@@ -1176,6 +1244,8 @@ def request_of(history: History, draw: random.Random) -> dict[str, Any]:
         "key": draw.choice(keys),
         "max_tokens": draw.choice((1, 3, 6, 6, LONGEST)),
         "priority": draw.choice((0, 0, 0, 1, -1)),
+        "client": draw.choice(CLIENTS),
+        "is_late": draw.random() < 0.3,
         "fault": fault,
         "fault_at": 0 if fault in ("load", "encode", "prefill") else draw.randrange(4),
     }
@@ -1192,6 +1262,9 @@ def request_of(history: History, draw: random.Random) -> dict[str, Any]:
         asked |= {"penalty": 1.2}
     if kind < 0.15 and fault != "sample":
         asked |= {"n": 2}
+    if draw.random() < 0.12:
+        alike = {"client": asked["client"], "is_late": asked["is_late"]}
+        return {"key": asked["key"], "options": draw.choice(OPTIONS), **alike}
     if draw.random() < 0.25:
         asked |= {"return_cache": True, "fault": ""}
     if history.caches and history.family not in NO_GOING_ON and draw.random() < 0.3:
@@ -1215,6 +1288,7 @@ def play(seed: int, length: int = 120) -> Counter[str]:
         "most_rows": most_rows,
         "columns": columns,
         "drafts": draw.random() < 0.5,
+        "places": draw.choice((2, 3, ROWS)),
     }
     history = History(family, placement, is_quantised=is_quantised, **how)
     for _ in range(length):
