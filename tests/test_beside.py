@@ -121,6 +121,34 @@ def test_nothing_of_others_is_launched_before_a_first_token(
     assert made.of(bulk) > 0
 
 
+def test_a_step_behind_a_rest_is_not_timed(
+    counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing, or waits for a prompt: by its time neither the pace nor the number of rows is chosen."""
+    made = counted(max_rows=None, first_rows=PLACES, most_rows=PLACES)
+    made.bulk(BURST, PLACES)
+    made.step(20)
+    timed: list[str] = []
+    limit = made.generator.capacity.limit
+    assert limit is not None
+    for name, what in (("pace", made.generator._pace), ("rows", limit)):
+        monkeypatch.setattr(
+            what, "record", lambda *_, name=name, **__: timed.append(name)
+        )
+    made.step(2)
+    assert timed == ["pace", "rows"] * 2
+    timed.clear()
+    made.ask("chat", CHAT, "text:5:26", 8)
+    while not made.told["chat"]:
+        made.step()
+    made.launched.clear()
+    made.step()
+    assert ("decode", frozenset({BURST, CHAT})) in made.launched
+    assert timed == []
+    made.step(2)
+    assert timed == ["pace", "rows"] * 2
+
+
 def test_a_step_ends_where_somebody_comes(counted: Callable[..., Counted]) -> None:
     """What is launched when another's request comes is the last of its step."""
     for client, is_last in ((CHAT, True), (BATCH, False)):

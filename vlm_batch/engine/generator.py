@@ -130,6 +130,7 @@ class BatchGenerator:
         self.is_ending = False
         # whether this step has read or launched something
         self._has_worked = False
+        self._has_decoded = False  # in the last step
         # clients from whom something has come since the step began
         self.callers: Callable[[], Sequence[int]] = tuple
 
@@ -368,12 +369,15 @@ class BatchGenerator:
     def _record(
         self, begin: float, encoding: float, num_decoding: int, tokens: int
     ) -> None:
-        """Record what the step took."""
+        """Record what the step took. Behind one without a forward it reads nothing, or what was launched meanwhile."""
+        has_decoded, self._has_decoded = self._has_decoded, num_decoding > 0
         if not num_decoding:
+            self.capacity.pause()
             return
         seconds = time.perf_counter() - begin - encoding
-        self.telling.patience.end(seconds)
-        self._pace.record(seconds, tokens)
+        if has_decoded:
+            self.telling.patience.end(seconds)
+            self._pace.record(seconds, tokens)
         are_waiting = self.rows.ledger.num(Stage.PREPARED, Stage.ENCODED) > 0
         self.capacity.record(num_decoding, seconds, tokens, are_waiting=are_waiting)
 

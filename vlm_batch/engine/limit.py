@@ -108,6 +108,10 @@ class Capacity:
             places = min(places, self.limit.rows)
         return places if self.ceiling is None else min(places, self.ceiling)
 
+    def pause(self) -> None:
+        """Note a step without a forward: the next one is not timed."""
+        self._is_plain = False
+
     def record(
         self, rows: int, seconds: float, tokens: int, *, are_waiting: bool
     ) -> None:
