@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 from mlx_vlm.tools import load_tool_module
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 from transformers import AutoTokenizer
 
 from tests.serving import Running, serving
@@ -97,6 +99,69 @@ class ScriptedBatcher:
 
     def close(self) -> None:
         pass
+
+
+class LastFirstBatcher(ScriptedBatcher):
+    """Answers ``n`` times, the last answer first: which one of a batch goes first is nobody's promise."""
+
+    def submit_request(self, request: Request) -> Handle:
+        handle = Handle(request.request_id or "", lambda _: False)
+        name = handle.request_id
+        facts = {"prompt_tokens": 3, "prompt_token_ids": (7, 8, 9)}
+        for index in reversed(range(request.params.n)):
+            text = f"answer {index}"
+            handle.push(Event(name, token=5, text=text, index=index, **facts))  # type: ignore[arg-type]
+            usage = Usage(prompt_tokens=3, completion_tokens=1)
+            end = Result(
+                request_id=name, text=text, usage=usage, prompt_token_ids=(7, 8, 9)
+            )
+            is_last = index == 0
+            handle.push(
+                Event(name, index=index, answer=end, result=end if is_last else None)
+            )
+        return handle
+
+
+def test_answers_begin_in_order_whichever_has_the_first_token() -> None:
+    """openai's helpers append a choice that they do not know, so that a second one before the first is an error."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {
+        "n": 3,
+        "stream": True,
+        "stream_options": usage,
+        "return_token_ids": True,
+    }
+    said = {"messages": [{"role": "user", "content": "hello"}]}
+    echoed = {"prompt": ["hello", "dear"], "echo": True}
+    batcher = LastFirstBatcher("")
+    with serving(lambda: batcher) as server:  # type: ignore[arg-type,return-value]
+        chat = chunks(server, "/v1/chat/completions", {**said, **fields})
+        texts = chunks(server, "/v1/completions", {**echoed, **fields})
+    openings, rest = chat[:3], chat[3:-1]
+    for index, chunk in enumerate(openings):
+        (choice,) = chunk["choices"]
+        assert (choice["index"], choice["delta"]["role"]) == (index, "assistant")
+        assert chunk["prompt_token_ids"] == [7, 8, 9]
+        assert chunk["usage"]["prompt_tokens"] == 3
+    assert [chunk["choices"][0]["index"] for chunk in rest] == [2, 2, 1, 1, 0, 0]
+    state = ChatCompletionStreamState()
+    for chunk in chat:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    snapshot = state.current_completion_snapshot
+    contents = [choice.message.content for choice in snapshot.choices]
+    assert contents == ["answer 0", "answer 1", "answer 2"]
+    begun = list(dict.fromkeys(one["choices"][0]["index"] for one in texts[:-1]))
+    assert sorted(begun) == list(range(6))
+    assert [one for one in begun if one < 3] == [0, 1, 2]
+    assert [one for one in begun if one >= 3] == [3, 4, 5]
+
+
+def chunks(server: Running, path: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a stream's events."""
+    reply = server.ask("POST", path, {"model": "qwen2_vl", **asked})
+    assert reply.status == 200, reply.body
+    lines = reply.body.decode().splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 def answered(answer: str, piece: int, **options: Any) -> list[tuple[Any, str]]:

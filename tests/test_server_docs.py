@@ -88,6 +88,14 @@ def test_every_flag_that_is_named_is_one() -> None:
             assert flag in help_text, (page, flag)
 
 
+def test_every_flag_has_one_line_of_the_table() -> None:
+    page = (ROOT / "docs" / "server-running.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE)
+    flags = re.findall(r"`(--[a-z-]+)", " ".join(rows))
+    assert len(flags) > 20
+    assert sorted(flags) == sorted(set(flags))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_of_the_server_is_short(page: Path) -> None:
     """One page for each door, and for each question about all of them; the table of fields is made from their types."""

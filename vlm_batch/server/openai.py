@@ -510,18 +510,34 @@ class Completions(Exchange):
 
     def told(self, choice: Choice, delta: Delta) -> bytes:
         """Join a delta's bytes, to save system calls."""
-        parts = []
-        if not choice.has_begun:
-            parts.append(self._opening(choice))
-        choice.has_begun = True
+        told = [] if choice.has_begun else self._openings(choice)
+        usage = self._running_usage() if self._has_running_usage else None
         if not delta.is_empty:
             ids = self.token_ids(delta.token_ids)
-            parts.append({**self._part(choice, delta), **ids})
+            part = {**self._part(choice, delta), **ids}
+            told.append(self._told(choice, part, usage))
         if choice.result is not None:
-            parts.append(self._ending(choice))
-        usage = self._running_usage() if self._has_running_usage else None
-        told = [self._told(choice, part, usage) for part in parts if part is not None]
+            told.append(self._told(choice, self._ending(choice), usage))
         return b"".join(told)
+
+    def _openings(self, choice: Choice) -> list[bytes]:
+        """Open all answers of a choice's prompt, in order, before the first piece of any.
+
+        openai's helpers append an answer that they do not know, whatever its index.
+        """
+        answers = [one for one in self.choices if one.asked is choice.asked]
+        for one in answers:
+            one.has_begun = True
+            # they share the prompt, and only one of them may have had an event
+            one.prompt_tokens = choice.prompt_tokens
+            one.prompt_token_ids = choice.prompt_token_ids
+        usage = self._running_usage() if self._has_running_usage else None
+        told = []
+        for one in answers:
+            opening = self._opening(one)
+            if opening is not None:
+                told.append(self._told(one, opening, usage))
+        return told
 
     def last(self) -> bytes:
         if not self._includes_usage:

@@ -271,7 +271,8 @@ class ChatExchange(Completions):
 
     def _opening(self, choice: Choice) -> dict[str, Any]:
         said = {"role": "assistant", "content": "", "refusal": None}
-        return {"index": choice.index, "delta": said, "finish_reason": None}
+        opening = {"index": choice.index, "delta": said, "logprobs": None}
+        return {**opening, "finish_reason": None}
 
     def _part(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         said: dict[str, Any] = {}
