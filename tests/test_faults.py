@@ -52,7 +52,8 @@ from vlm_batch.engine import retry
 from vlm_batch.engine.admission import Admission
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
-from vlm_batch.engine.loop import MESSAGES_A_TURN, NO_CLIENT, EngineLoop, Message
+from vlm_batch.engine.inbox import MESSAGES_A_TURN, NO_CLIENT, Message
+from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Stage
@@ -211,12 +212,12 @@ def test_what_is_natural_is_taken(batcher: VLMBatcher) -> None:
 def test_facts_of_the_family_are_asked_at_submit(
     batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = batcher.spec
-    monkeypatch.setattr(batcher._preparer, "spec", replace(spec, multi_image=False))
+    spec, media = batcher.spec, batcher._preparer._checker._media
+    monkeypatch.setattr(media, "_spec", replace(spec, multi_image=False))
     with pytest.raises(InvalidImage, match="takes one picture a request; given: 2"):
         batcher.submit([CIRCLE, CIRCLE], DESCRIBE)
     assert batcher.submit(CIRCLE, DESCRIBE).result(60).ok
-    monkeypatch.setattr(batcher._preparer, "spec", replace(spec, images=False))
+    monkeypatch.setattr(media, "_spec", replace(spec, images=False))
     with pytest.raises(InvalidImage, match="takes no pictures"):
         batcher.submit(CIRCLE, DESCRIBE)
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}

@@ -135,8 +135,8 @@ def _patched() -> Iterator[tuple[str, Any]]:
 def _inherited() -> Iterator[tuple[str, Any]]:
     """What the library's module-level classes override of mlx-vlm's: caches, parts of processors."""
     for module in walk_packages(vlm_batch.__path__, "vlm_batch."):
-        # docling's and MinerU's own packages are extras
-        if module.name.endswith(("__main__", ".docling", ".mineru")):
+        # packages that are extras, or that only tests of their own have
+        if module.name.endswith(("__main__", ".docling", ".lmms_eval", ".mineru")):
             continue
         for value in list(vars(import_module(module.name)).values()):
             if isinstance(value, type) and value.__module__ == module.name:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import mlx.core as mx
 
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.inbox import MESSAGES_A_TURN, NO_CLIENT, Inbox, Message
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.row import Prompt, Row, Stage, new_row
 from vlm_batch.engine.several import Several
@@ -79,19 +80,6 @@ class _Totals:
 
 #: Seconds that the engine waits at a time for a row's inputs, while others rest for it.
 WAIT_SECONDS = 0.005
-#: The client of messages for which nobody hurries.
-NO_CLIENT = -1
-
-
-class Message(NamedTuple):
-    """Something to do on the engine's thread."""
-
-    call: Callable[[EngineLoop], None]
-    client: int
-
-
-#: Most messages between two steps, so that a flooded inbox stops no request.
-MESSAGES_A_TURN = 256
 
 
 class EngineLoop:
@@ -108,10 +96,8 @@ class EngineLoop:
         self._warming = generator.warm_up() if warm_up else None
         self._loaders = loaders
         # None ends the loop
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        # taken out of the inbox by a step that looked whose they are
-        self._seen: deque[Message | None] = deque()
-        generator.callers = self._callers
+        self._inbox = Inbox()
+        generator.callers = self._inbox.callers
         self._alive: dict[str, Handle] = {}  # of every request that has not ended
         self._several: dict[str, Several] = {}  # by row id
         # gets an event now, and may have left ``_alive`` for it
@@ -276,22 +262,13 @@ class EngineLoop:
 
     @property
     def has_messages(self) -> bool:
-        return bool(self._seen) or not self._inbox.empty()
+        return self._inbox.qsize() > 0
 
     def _next_message(self) -> Message | None:
         """Return the next message, or None at the end. Raises queue.Empty if there is none and work to do."""
-        if self._seen:
-            return self._seen.popleft()
         if self._is_busy and self.generator.is_waiting:
-            return self._inbox.get(timeout=WAIT_SECONDS)
+            return self._inbox.get(block=True, timeout=WAIT_SECONDS)
         return self._inbox.get(block=not self._is_busy and self._warming is None)
-
-    def _callers(self) -> list[int]:
-        """Return whose messages have come since the step began."""
-        with contextlib.suppress(queue.Empty):
-            while len(self._seen) < MESSAGES_A_TURN:
-                self._seen.append(self._inbox.get_nowait())
-        return [message.client for message in self._seen if message is not None]
 
     def _warm(self, forwards: Iterator[None]) -> None:
         """Compute one more shape. Errors are only logged; requests raise their own."""

@@ -246,8 +246,10 @@ def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
     if isinstance(part, str):
         return [part]
     kind = _type_of(part)
+    # whatever a user wrote there: not all can be compared, or hashed
+    is_named = isinstance(kind, str)
     for taken in media:
-        if kind in taken.kind.parts:
+        if is_named and kind in taken.kind.parts:
             return _marked(part, taken, media[-1])
     _check_text(part, media)
     return [part]
@@ -271,7 +273,8 @@ def _marked(part: Mapping[str, Any], taken: Media, recordings: Media) -> list[An
 
 def _check_text(part: Mapping[str, Any], media: Sequence[Media]) -> None:
     kind = part["type"]
-    if kind not in _TEXT_PARTS:
+    is_text = isinstance(kind, str) and kind in _TEXT_PARTS
+    if not is_text:
         known = [*_TEXT_PARTS]
         for taken in media:
             known += taken.kind.parts
