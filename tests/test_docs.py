@@ -21,6 +21,7 @@ from vlm_batch import families
 from vlm_batch.caches.cross import CrossCache
 from vlm_batch.cli import facts
 from vlm_batch.cli import main as cli
+from vlm_batch.server.config import DEFAULT_PORT
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -80,6 +81,20 @@ def test_commands_parse(command: str) -> None:
 )
 def test_scripts_can_be_run(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
+
+
+def test_programs_are_pointed_at_the_port_that_the_server_takes() -> None:
+    """No page starts the server with another port, so that another one would be nobody's."""
+    others = []
+    num_urls = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for port in re.findall(r"(?:127\.0\.0\.1|localhost):(\d+)", text):
+            num_urls += 1
+            if int(port) != DEFAULT_PORT:
+                others.append((page.name, port))
+    assert num_urls > 20
+    assert others == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

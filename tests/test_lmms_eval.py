@@ -25,7 +25,7 @@ ours: Any = importlib.import_module(MODULE)
 Instance: Any = sys.modules["lmms_eval.api.instance"].Instance
 NEEDED = pytest.mark.skipif(
     not lmms_declared.is_installed(),
-    reason="lmms-eval is not installed (pip install lmms-eval)",
+    reason="lmms-eval is not installed (pip install lmms-eval 'filelock<4')",
 )
 
 PICTURES = [str(path) for path in sample_images()[2:6]]

@@ -525,7 +525,9 @@ class Completions(Exchange):
 
         openai's helpers append an answer that they do not know, whatever its index.
         """
-        answers = [one for one in self.choices if one.asked is choice.asked]
+        n = self.body.n or 1
+        first = choice.index - choice.index % n
+        answers = self.choices[first : first + n]
         for one in answers:
             one.has_begun = True
             # they share the prompt, and only one of them may have had an event
