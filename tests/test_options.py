@@ -30,6 +30,7 @@ from vlm_batch import (
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
+from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.row import Prompt, new_row
@@ -57,10 +58,11 @@ def scored(
     name: str,
     asked: Mapping[str, tuple[Inputs, Sequence[tuple[int, ...]]]],
     placement: Placement,
+    most: int = 3,
 ) -> dict[str, Result]:
     """Score options of several prompts at once, beside a row that answers."""
     engine = BatchGenerator(
-        shared_adapter(name), policy=settings_for(placement, max_rows=3)
+        shared_adapter(name), policy=settings_for(placement, max_rows=most)
     )
     plain = SamplingParams(max_tokens=12, ignore_eos=True)
     engine.insert("plain", as_mlx(inputs_of(name, "image:2:1")), plain)
@@ -131,6 +133,25 @@ def test_a_token_that_nobody_would_choose_is_followed(name: str) -> None:
     np.testing.assert_allclose(first.token_logprobs, right, atol=TOLERANCE)
     np.testing.assert_allclose(second.token_logprobs, right[:2], atol=TOLERANCE)
     assert not first.is_greedy
+
+
+def test_options_of_one_token_make_a_slab_no_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take no place, so rows that join with them ask for none."""
+    wanted: list[int] = []
+    resize = DecodeBatch._resize
+
+    def noted(self: DecodeBatch, places: int) -> None:
+        wanted.append(places)
+        resize(self, places)
+
+    monkeypatch.setattr(DecodeBatch, "_resize", noted)
+    options = [(5, 9), *((token,) for token in range(20, 28))]
+    asked = {f"{at}": (inputs_of("qwen2_vl", f"text:{at}:9"), options) for at in (1, 2)}
+    found = scored("qwen2_vl", asked, Placement.SLAB, most=16)
+    assert all(score.error is None for key in asked for score in found[key].options)
+    assert max(wanted) == 3
 
 
 # Through the public class

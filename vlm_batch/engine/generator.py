@@ -350,9 +350,11 @@ class BatchGenerator:
     def _join(self, rows: Sequence[Row]) -> list[Part]:
         """Move ready rows to the batch. Returns the parts of those whose next token is to be chosen."""
         joined: list[Part] = []
-        for at, row in enumerate(rows, 1):
+        left = sum(row.needs_place for row in rows)
+        for row in rows:
             logits = row.prompt.logits
-            self.retry.attempt(row, self.rows.join, row, len(rows) - at)
+            left -= row.needs_place
+            self.retry.attempt(row, self.rows.join, row, left)
             # one that was parked has chosen; one that could not join is passed over where tokens are chosen
             if logits is not None:
                 joined.append(Part([row], logits))

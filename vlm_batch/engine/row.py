@@ -269,6 +269,11 @@ class Row:
         return self.answer.num_sampled + 1 >= self.answer.max_tokens
 
     @property
+    def needs_place(self) -> bool:
+        """Whether its next token needs a forward, as of one parked before its forward, or is followed by one."""
+        return self.prompt.logits is None or not self.ends_next
+
+    @property
     def is_untold(self) -> bool:
         """Whether its form still checks its last token."""
         return self.answer.untold is not None

@@ -166,16 +166,15 @@ class Rows:
             row.answer.max_tokens = len(option.tokens)
 
     def join(self, row: Row, others: int) -> None:
-        """Move a ready row to the batch; free its embeddings. ``others``: rows that join next.
+        """Move a ready row to the batch; free its embeddings. ``others``: rows that take places next.
 
         One whose next token is its last leaves at once, and takes no place.
         """
-        # one that was parked before its forward has none
-        has_logits = row.prompt.logits is not None
+        needs_place = row.needs_place
         caches, row.prompt = row.prompt.cache, Prompt()
         if caches is not None:
             self._memory.learn(caches, row.facts.length + row.answer.num_fed)
-        if row.ends_next and has_logits:
+        if not needs_place:
             row.prompt = Prompt(cache=caches)
             self.ledger.move(row, Stage.DECODE)
             return
@@ -271,7 +270,7 @@ class Rows:
 
 def without_place(rows: Iterable[Row]) -> list[Row]:
     """Return the rows whose next token is their last: they join and leave in one step, and need no place."""
-    return [row for row in rows if row.ends_next]
+    return [row for row in rows if not row.needs_place]
 
 
 def at_ready(rows: Iterable[Row]) -> list[Row]:
