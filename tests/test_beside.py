@@ -163,6 +163,25 @@ def test_a_step_ends_where_somebody_comes(counted: Callable[..., Counted]) -> No
             assert (len(launched) == last) is is_last, (client, last, launched)
 
 
+def test_who_calls_does_not_stop_its_own_prompts(
+    counted: Callable[..., Counted],
+) -> None:
+    """A client with many requests, of which one is read in each step, beside another's that waits."""
+
+    def steps(callers: list[int]) -> int:
+        made = counted()
+        made.bulk(BATCH, 1)
+        made.bulk(CHAT, 3 * PLACES, tokens=9)
+        made.generator.callers = lambda: callers  # type: ignore[method-assign]
+        count = 0
+        while len(made.tokens) < 3 * PLACES:
+            made.step()
+            count += 1
+        return count
+
+    assert steps([CHAT]) == steps([])
+
+
 @pytest.mark.parametrize("bulk", [BURST, BATCH])
 def test_others_have_half_of_the_time_whoever_comes(
     counted: Callable[..., Counted], bulk: int
