@@ -223,6 +223,22 @@ def test_a_row_that_memory_has_no_room_for_holds_nobody_up(
     assert len(made.tokens) == PLACES + 4
 
 
+def test_a_row_that_the_encoder_has_no_room_for_holds_nobody_up(
+    counted: Callable[..., Counted],
+) -> None:
+    made = counted()
+    made.bulk(BURST, PLACES)
+    made.step(20)
+    made.generator.runner.encoding.fits = lambda nbytes: False  # type: ignore[method-assign]
+    made.ask("chat", CHAT, "image:3:0", 8)
+    made.step(3)
+    made.launched.clear()
+    made.step(5)
+    assert [what for what, _ in made.launched] == ["decode"] * 5
+    made.step(200)
+    assert len(made.tokens) == PLACES + 1
+
+
 def test_nobody_rests_for_a_row_that_waits_for_their_prompts(
     counted: Callable[..., Counted],
 ) -> None:

@@ -132,6 +132,8 @@ class Planner:
             is_coming=row.stage is Stage.PROCESSING and not _is_quick(row),
             waits=row.stage in WAITING,
             wanted=tokens(row) if has_length else 0,
+            may_encode=row.stage is not Stage.PREPARED
+            or self._may_encode(row.request_id),
         )
 
     def _decoding(self) -> frozenset[int]:
