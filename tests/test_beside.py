@@ -15,12 +15,13 @@ from vlm_batch import VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
-from vlm_batch.engine import rows
+from vlm_batch.engine import pressure, rows
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.schedule import MOST_RESTED
 from vlm_batch.handle import Handle
 from vlm_batch.records import Terms
+from vlm_batch.runtime.available import Available
 from vlm_batch.types import Request, SamplingParams
 
 PLACES = 4
@@ -237,6 +238,32 @@ def test_a_row_that_the_encoder_has_no_room_for_holds_nobody_up(
     assert [what for what, _ in made.launched] == ["decode"] * 5
     made.step(200)
     assert len(made.tokens) == PLACES + 1
+
+
+def test_parked_rows_give_their_memory_back_to_a_system_that_is_short_of_it(
+    counted: Callable[..., Counted],
+) -> None:
+    def play(total: int) -> Counted:
+        made = counted()
+        made.seconds = pressure.EVERY
+        guard, ledger = made.generator.guard, made.generator.rows.ledger
+        guard.clock = lambda: made.now
+        made.bulk(BURST, PLACES)
+        made.step(20)
+        made.ask("chat 0", CHAT, "text:5:26", 30)
+        made.ask("chat 1", CHAT, "text:6:26", 30)
+        while len(made.generator.rows.parked()) < 2:
+            made.step()
+        guard.read = lambda: Available(0, total)
+        made.step(3)
+        assert len(made.generator.rows.parked()) == (0 if total else 2)
+        guard.read = lambda: Available(total, total)
+        for _ in range(400):
+            made.step()
+        assert not len(ledger)
+        return made
+
+    assert play(1 << 34).tokens == play(0).tokens
 
 
 def test_nobody_rests_for_a_row_that_waits_for_their_prompts(

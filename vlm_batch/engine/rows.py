@@ -96,6 +96,14 @@ class Rows:
         rows = self.ledger.at(Stage.DECODE, Stage.PREFILL)
         return self.in_line(rows, placed=Counter())
 
+    def parked(self) -> list[Row]:
+        """Return the rows that have lost their places to others, with their caches."""
+        found: list[Row] = []
+        for row in self.ledger.at(Stage.READY):
+            if row.answer.num_sampled and not row.is_untold:
+                found.append(row)
+        return found
+
     def in_line(
         self, rows: Iterable[Row], placed: Counter[int] | None = None
     ) -> list[Row]:
