@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from tests.harness import inputs_of, settings_for, shared_adapter
@@ -16,6 +17,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine import pressure, rows
+from vlm_batch.engine.constraints import Untold
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.schedule import MOST_RESTED
@@ -238,6 +240,22 @@ def test_a_row_that_the_encoder_has_no_room_for_holds_nobody_up(
     assert [what for what, _ in made.launched] == ["decode"] * 5
     made.step(200)
     assert len(made.tokens) == PLACES + 1
+
+
+def test_a_row_that_gave_way_keeps_no_place_while_its_form_is_late(
+    counted: Callable[..., Counted],
+) -> None:
+    """One that was parked for that alone does: it goes on as soon as its form has its mask."""
+    for logits, free in ((None, 1), (mx.zeros((1, 160)), 0)):
+        made = counted()
+        made.bulk(BURST, PLACES)
+        made.step(20)
+        held = made.generator.rows
+        row = held.live()[0]
+        held.park(row, logits)
+        late: Any = SimpleNamespace(untold=Untold(1, None))
+        row.answer.guide = late
+        assert held.num_free == free
 
 
 def test_parked_rows_give_their_memory_back_to_a_system_that_is_short_of_it(

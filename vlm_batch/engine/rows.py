@@ -72,10 +72,11 @@ class Rows:
 
     @property
     def num_free(self) -> int:
-        """Free places. Rows that were parked for a late mask keep theirs."""
-        late = sum(row.is_untold for row in self.ledger.at(Stage.READY))
+        """Free places. Rows that were parked for a late mask keep theirs; those that gave way do not."""
         taken = self.ledger.num(Stage.PREFILL, Stage.DECODE)
-        return max(0, self._capacity.num_places - taken - late)
+        for row in self.ledger.at(Stage.READY):
+            taken += row.is_untold and row.prompt.logits is not None
+        return max(0, self._capacity.num_places - taken)
 
     @property
     def input_bytes(self) -> int:
