@@ -937,7 +937,7 @@ class History:
         assert not ledger.num(Stage.ENDED)
         for row in everywhere:
             self._check_stage(row)
-        assert len(placed) + len(prefilling) <= generator.policy.max_rows, (
+        assert len(placed) + len(prefilling) <= generator.capacity.most_rows, (
             "more rows than places"
         )
         memory = generator.memory

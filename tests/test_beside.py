@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from tests.harness import inputs_of, settings_for, shared_adapter
@@ -15,12 +16,14 @@ from vlm_batch import VLMBatcher
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
-from vlm_batch.engine import rows
+from vlm_batch.engine import pressure, rows
+from vlm_batch.engine.constraints import Untold
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.schedule import MOST_RESTED
 from vlm_batch.handle import Handle
 from vlm_batch.records import Terms
+from vlm_batch.runtime.available import Available
 from vlm_batch.types import Request, SamplingParams
 
 PLACES = 4
@@ -163,6 +166,25 @@ def test_a_step_ends_where_somebody_comes(counted: Callable[..., Counted]) -> No
             assert (len(launched) == last) is is_last, (client, last, launched)
 
 
+def test_who_calls_does_not_stop_its_own_prompts(
+    counted: Callable[..., Counted],
+) -> None:
+    """A client with many requests, of which one is read in each step, beside another's that waits."""
+
+    def steps(callers: list[int]) -> int:
+        made = counted()
+        made.bulk(BATCH, 1)
+        made.bulk(CHAT, 3 * PLACES, tokens=9)
+        made.generator.callers = lambda: callers  # type: ignore[method-assign]
+        count = 0
+        while len(made.tokens) < 3 * PLACES:
+            made.step()
+            count += 1
+        return count
+
+    assert steps([CHAT]) == steps([])
+
+
 @pytest.mark.parametrize("bulk", [BURST, BATCH])
 def test_others_have_half_of_the_time_whoever_comes(
     counted: Callable[..., Counted], bulk: int
@@ -202,6 +224,64 @@ def test_a_row_that_memory_has_no_room_for_holds_nobody_up(
     assert [what for what, _ in made.launched] == ["decode"] * 5
     made.step(300)
     assert len(made.tokens) == PLACES + 4
+
+
+def test_a_row_that_the_encoder_has_no_room_for_holds_nobody_up(
+    counted: Callable[..., Counted],
+) -> None:
+    made = counted()
+    made.bulk(BURST, PLACES)
+    made.step(20)
+    made.generator.runner.encoding.fits = lambda nbytes: False  # type: ignore[method-assign]
+    made.ask("chat", CHAT, "image:3:0", 8)
+    made.step(3)
+    made.launched.clear()
+    made.step(5)
+    assert [what for what, _ in made.launched] == ["decode"] * 5
+    made.step(200)
+    assert len(made.tokens) == PLACES + 1
+
+
+def test_a_row_that_gave_way_keeps_no_place_while_its_form_is_late(
+    counted: Callable[..., Counted],
+) -> None:
+    """One that was parked for that alone does: it goes on as soon as its form has its mask."""
+    for logits, free in ((None, 1), (mx.zeros((1, 160)), 0)):
+        made = counted()
+        made.bulk(BURST, PLACES)
+        made.step(20)
+        held = made.generator.rows
+        row = held.live()[0]
+        held.park(row, logits)
+        late: Any = SimpleNamespace(untold=Untold(1, None))
+        row.answer.guide = late
+        assert held.num_free == free
+
+
+def test_parked_rows_give_their_memory_back_to_a_system_that_is_short_of_it(
+    counted: Callable[..., Counted],
+) -> None:
+    def play(total: int) -> Counted:
+        made = counted()
+        made.seconds = pressure.EVERY
+        guard, ledger = made.generator.guard, made.generator.rows.ledger
+        guard.clock = lambda: made.now
+        made.bulk(BURST, PLACES)
+        made.step(20)
+        made.ask("chat 0", CHAT, "text:5:26", 30)
+        made.ask("chat 1", CHAT, "text:6:26", 30)
+        while len(made.generator.rows.parked()) < 2:
+            made.step()
+        guard.read = lambda: Available(0, total)
+        made.step(3)
+        assert len(made.generator.rows.parked()) == (0 if total else 2)
+        guard.read = lambda: Available(total, total)
+        for _ in range(400):
+            made.step()
+        assert not len(ledger)
+        return made
+
+    assert play(1 << 34).tokens == play(0).tokens
 
 
 def test_nobody_rests_for_a_row_that_waits_for_their_prompts(

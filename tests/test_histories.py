@@ -29,6 +29,7 @@ from tests.histories import (
     ALLOCATIONS,
     KINDS,
     NO_GOING_ON,
+    OPTIONS,
     PICTURES,
     PLACES,
     QUANTISED,
@@ -93,6 +94,8 @@ class Machine(RuleBasedStateMachine):
         has_form=st.booleans(),
         is_drawn=st.booleans(),
         priority=st.integers(-1, 1),
+        client=st.sampled_from([1, 1, 2, -1]),
+        is_late=st.booleans(),
     )
     def submit(
         self,
@@ -104,6 +107,8 @@ class Machine(RuleBasedStateMachine):
         has_form: bool,
         is_drawn: bool,
         priority: int,
+        client: int,
+        is_late: bool,
     ) -> None:
         exact = not self.history.is_quantised
         self.history.submit(
@@ -114,6 +119,8 @@ class Machine(RuleBasedStateMachine):
             n=n if is_drawn and exact and fault != "sample" else 1,
             has_form=has_form and exact,
             priority=priority,
+            client=client,
+            is_late=is_late,
             fault=fault,
             fault_at=0 if fault in ("load", "encode", "prefill") else at,
         )
@@ -130,6 +137,14 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 15))
     def cancel(self, which: int) -> None:
         self.history.cancel(which)
+
+    @rule(key=st.sampled_from(TEXTS), options=st.sampled_from(OPTIONS))
+    def score(self, key: str, options: tuple[tuple[int, ...], ...]) -> None:
+        self.history.submit(key, options=options, client=3)
+
+    @rule()
+    def press(self) -> None:
+        self.history.press()
 
     @rule(kind=st.sampled_from(ACCIDENTS), after=st.integers(1, ALLOCATIONS))
     def accident(self, kind: str, after: int) -> None:

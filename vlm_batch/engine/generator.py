@@ -297,7 +297,8 @@ class BatchGenerator:
         begin, seconds = time.perf_counter(), 0.0
         joined: list[Part] = []
         self.runner.encoding.step()
-        while self._may_launch():
+        while not self.is_ending:
+            self._look_who_came()
             plan = self._planner.prompts(seconds)
             for row in self._rows_of(plan.placed):
                 self.rows.place(row)
@@ -319,11 +320,10 @@ class BatchGenerator:
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 
-    def _may_launch(self) -> bool:
-        """Return whether the step begins another picture or prompt, which whoever has come would wait for."""
-        if self.is_ending:
-            return False
-        return not (self._has_worked and self._planner.is_called(self.callers()))
+    def _look_who_came(self) -> None:
+        """Have others rest for them: they would wait for the next picture or prompt. A step does one thing at least."""
+        if self._has_worked:
+            self._planner.rest_for(self.callers())
 
     def _prefill(self, plan: Sequence[Work]) -> tuple[list[Row], int]:
         """Launch chunks. Returns the rows whose prompts end, and the tokens that were launched."""
@@ -331,8 +331,11 @@ class BatchGenerator:
         num_tokens = 0
         works = plan if len(plan) < 2 else self.runner.group(plan)
         for work in works:
-            if not self._may_launch():
+            if self.is_ending:
                 break
+            self._look_who_came()
+            if self._planner.rests(work):
+                continue
             self._has_worked = True
             for part in self.retry.made(self.runner.prefill(work)):
                 row = part.rows[0]

@@ -41,8 +41,6 @@ class Planner:
         self._pace = pace
         self._policy = policy
         self._resting, self.is_still = schedule.NOBODY, False
-        # whether a step was cut short for a client
-        self._is_called = False
         self._rested = 0.0  # seconds that clients have rested more than not
         self._looked_at = self._decoded_at = 0.0
 
@@ -77,23 +75,29 @@ class Planner:
     def _may_rest(self) -> bool:
         return self._rested < schedule.MOST_RESTED
 
-    def is_called(self, callers: Sequence[int]) -> bool:
-        """Return whether others rest for one of the clients from whom something has come."""
+    def rest_for(self, callers: Sequence[int]) -> None:
+        """Have others rest from here on for the clients from whom something has come."""
         if not callers or not self._may_rest:
-            return False
+            return
         clients = self._rows.clients()
-        self._is_called = any(
-            clients.resting(client, clients.placed.get(client, 0)) for client in callers
-        )
-        return self._is_called
+        for client in set(callers):
+            places = clients.placed.get(client, 0)
+            self._resting |= clients.resting(client, places)
+
+    def rests(self, work: Work) -> bool:
+        """Return whether all whose prompts these are rest by now."""
+        if not self._resting:
+            return False
+        rows = [self._ledger.get(name) for name in work.rows]
+        return all(row is None or row.client in self._resting for row in rows)
 
     def _note_rest(self, now: float) -> None:
         """Count the time since the last plan."""
         seconds = now - self._looked_at
-        if not (self._resting or self._is_called):
+        if not self._resting:
             seconds = -seconds
         self._rested = max(0.0, self._rested + seconds)
-        self._looked_at, self._is_called = now, False
+        self._looked_at = now
 
     def _follow(self, plan: schedule.DecodePlan, now: float) -> schedule.DecodePlan:
         self._resting, self.is_still = plan.resting, plan.is_still
@@ -128,6 +132,8 @@ class Planner:
             is_coming=row.stage is Stage.PROCESSING and not _is_quick(row),
             waits=row.stage in WAITING,
             wanted=tokens(row) if has_length else 0,
+            may_encode=row.stage is not Stage.PREPARED
+            or self._may_encode(row.request_id),
         )
 
     def _decoding(self) -> frozenset[int]:

@@ -106,9 +106,10 @@ class MemoryGuard:
             release_memory()
 
     def _begin_later(self, ceiling: int) -> bool:
-        """Have the last rows in line begin again later. Returns whether there were any."""
+        """Have the last rows in line begin again later, and those that are parked. Returns whether there were any."""
+        rows = [*self._rows.live(), *self._rows.parked()]
         # a row whose inputs are gone could not begin again
-        last = [row for row in self._rows.live()[ceiling:] if row.given is not None]
+        last = [row for row in rows[ceiling:] if row.given is not None]
         for row in last:
             self._retry.outgrow(row)
         return bool(last)

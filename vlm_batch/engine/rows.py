@@ -72,10 +72,11 @@ class Rows:
 
     @property
     def num_free(self) -> int:
-        """Free places. Rows that were parked for a late mask keep theirs."""
-        late = sum(row.is_untold for row in self.ledger.at(Stage.READY))
+        """Free places. Rows that were parked for a late mask keep theirs; those that gave way do not."""
         taken = self.ledger.num(Stage.PREFILL, Stage.DECODE)
-        return max(0, self._capacity.num_places - taken - late)
+        for row in self.ledger.at(Stage.READY):
+            taken += row.is_untold and row.prompt.logits is not None
+        return max(0, self._capacity.num_places - taken)
 
     @property
     def input_bytes(self) -> int:
@@ -95,6 +96,14 @@ class Rows:
         """Return the rows with places, the last in line at the end."""
         rows = self.ledger.at(Stage.DECODE, Stage.PREFILL)
         return self.in_line(rows, placed=Counter())
+
+    def parked(self) -> list[Row]:
+        """Return the rows that have lost their places to others, with their caches."""
+        found: list[Row] = []
+        for row in self.ledger.at(Stage.READY):
+            if row.answer.num_sampled and not row.is_untold:
+                found.append(row)
+        return found
 
     def in_line(
         self, rows: Iterable[Row], placed: Counter[int] | None = None

@@ -64,6 +64,7 @@ class NewRow(NamedTuple):
     is_coming: bool = False  # its processor runs
     waits: bool = False  # for a place, and for memory
     wanted: int = 0  # tokens that are to fit into memory then; 0 until it is encoded
+    may_encode: bool = True  # beside other rows, by the room for its pictures
 
 
 class LiveRow(NamedTuple):
@@ -316,7 +317,7 @@ def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
 def _has_room(row: NewRow, view: DecodeView, free: int) -> bool:
     """Return whether there is a place for a new row, and memory, as far as that is known."""
     if not row.wanted:
-        return True
+        return row.may_encode
     live = [one.tokens for one in view.live]
     held = [size for name, size in view.held.items() if name != row.request_id]
     return free > 0 and view.fits([*live, *held, row.wanted])
