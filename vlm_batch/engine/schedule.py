@@ -11,7 +11,8 @@ Every decoding row gets a token in each step. The rules for the rest:
   is parked, once.
 - While a row waits for its first token, clients with two places more rest: they neither encode nor prefill, and decode
   after ``longest_rest`` seconds, those with negative numbers not at all. Beyond ``MOST_RESTED`` seconds they rest half of
-  the time. While a processor makes the row's inputs, they go on decoding.
+  the time. While a processor makes the row's inputs, they go on decoding. Nobody rests for a row that waits for a place
+  or for memory, nor for one behind it.
 - No row overtakes one that memory has no room for, but those that are ready: they hold their memory already.
 - Rows in prefill go by client, then by priority, which age raises, then by waiting time per token left (highest response
   ratio next).
