@@ -1,4 +1,4 @@
-"""What other threads ask of the engine's thread."""
+"""Messages of other threads to the engine's."""
 
 from __future__ import annotations
 
