@@ -354,6 +354,7 @@ def main() -> None:
         "qwen3.5-small",
         "llava-small",
         "experts-small",
+        "paligemma-small",
     ]
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=own)
     parser.add_argument(

@@ -309,6 +309,40 @@ def experts_shape(
     )
 
 
+def paligemma_shape(
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    dtype: str,
+    tie: float | None,
+    scale: Scale,
+) -> Shape:
+    """A prompt that attends both ways, and a SigLIP tower of which every patch is a position."""
+    side = vision["image_size"] // vision["patch_size"]
+    return Shape(
+        name,
+        {
+            "model_type": "gemma",
+            "num_image_tokens": side**2,
+            "use_bidirectional_attention": True,
+            **text,
+        },
+        {
+            "model_type": "siglip_vision_model",
+            "projection_dim": text["hidden_size"],
+            **vision,
+        },
+        dtype,
+        tie,
+        _one_size(scale, side),
+        family="paligemma",
+        markers={"image_token_index": IMAGE},
+        picture_tokens=side**2,
+        # norms multiply by one plus their weight
+        quiet={r"language_model\..*norm\.weight$": (0.2, 0.0)},
+    )
+
+
 def llava_shape(
     name: str,
     text: dict[str, Any],
@@ -478,6 +512,14 @@ SHAPES = {
             "qwen3.5-small",
             sizes(512, 8, 1536, 8, 2, 16384, **linear_heads(8, 64, 64)),
             grid_tower_sizes(4, 256, 768, 4, 48),
+            "float32",
+            1e-3,
+            CPU_SCALE,
+        ),
+        paligemma_shape(
+            "paligemma-small",
+            sizes(512, 6, 2048, 8, 1, 16384, head_dim=64),
+            tower_sizes(256, 4, 768, 4, 14, 224),
             "float32",
             1e-3,
             CPU_SCALE,
