@@ -304,7 +304,10 @@ def main() -> None:
         with VLMBatcher(model, max_rows=options.rows) as batcher:
             chat = Client(batcher, number=NUMBERS[options.by, CHAT])
             busy = Client(batcher, number=NUMBERS[options.by, BULK])
-            ask = lambda at: busy.ask(busy.prepare(pages.request(at)))  # noqa: E731
+
+            def ask(at: int) -> Any:
+                return busy.ask(busy.prepare(pages.request(at)))
+
             found = compare(chat, Bulk(ask, options.width), load, options.pause)
     else:
         found = _served(model, options, load, pages)

@@ -439,12 +439,22 @@ async def test_a_folder_has_what_memory_has_not(tmp_path: Path) -> None:
     (folder / "resp_d").write_bytes(whole[: len(whole) // 2])
     (folder / "resp_e").write_bytes(b"[]\n")
     (folder / "resp_f").write_bytes(whole)
+    head, rest = whole.split(b"\n", 1)
+    odd = {"expires_at": "never", "owner": ["one"], "items": 3, "id": 7}
+    for number, (name, value) in enumerate(odd.items()):
+        line = json.dumps({**json.loads(head), "id": f"resp_g{number}", name: value})
+        (folder / f"resp_g{number}").write_bytes(line.encode() + b"\n" + rest)
+    line = json.dumps({**json.loads(head), "id": "resp_h"})
+    (folder / "resp_h").write_bytes(line.encode() + b'\n{"body": 1, "items": 2}\n')
+    (folder / "resp_i").symlink_to(folder / "gone")
+    (folder / "resp_j").mkdir()
+    (folder / ".resp_k").mkdir()
     again = KeptResponses(1 << 20, ResponseFolder(folder, 1 << 20))
     assert ".resp_c.1.tmp" not in files_in(folder)
     found = await again.find("resp_a", "one")
     assert found is not None
     assert found.body["output"] == [item]
-    for name in "def":
+    for name in ("d", "e", "f", "g0", "g1", "g2", "g3", "h", "i", "j"):
         assert await again.find(f"resp_{name}", "one") is None
     again.forget(found)
     assert await again.find("resp_a", "one") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -11,7 +12,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
 
 from vlm_batch.jobs.lines import CannotWrite
 from vlm_batch.server.config import MAX_KEPT
@@ -26,8 +29,17 @@ MOST_RESPONSES = 100_000
 SWEEP_SECONDS = 60.0
 
 Value = TypeVar("Value")
-#: The facts by which a response is found in a folder: its id, its owner, its end, and its items' ids.
-Head: TypeAlias = dict[str, Any]
+
+
+class Head(BaseModel):
+    """The facts by which a response is found in a folder: the first line of its file."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str
+    owner: str
+    expires_at: float
+    items: list[str]
 
 
 @dataclass(eq=False)
@@ -142,6 +154,8 @@ class Shelf(Generic[Value]):
         place = self._places.pop(name, None)
         if place is not None:
             self._sizes[place.owner] -= place.size
+            if not self._sizes[place.owner]:
+                del self._sizes[place.owner]  # owners come and go
 
     def all(self) -> list[tuple[str, Place[Value]]]:
         """Return everything, what was used last first."""
@@ -273,39 +287,41 @@ class ResponseFolder:
         self._heads: Shelf[Head] = Shelf(most)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="vlm-batch-responses")
         for path in folder.glob(".resp_*"):  # what a killed process was writing
-            path.unlink(missing_ok=True)
-        by_age = sorted(folder.glob("resp_*"), key=lambda one: one.stat().st_mtime)
+            with contextlib.suppress(OSError):  # or a folder that somebody made
+                path.unlink()
+        files = [path for path in folder.glob("resp_*") if path.is_file()]
+        by_age = sorted(files, key=lambda one: one.stat().st_mtime)
         for path in by_age:
             self._take_in(path)
 
     def with_item(self, item_id: str, owner: str) -> str | None:
         """Return the id of an owner's response that has an item."""
         for name, place in self._heads.all():
-            if place.owner == owner and item_id in place.value["items"]:
+            if place.owner == owner and item_id in place.value.items:
                 return name
         return None
 
     async def read(self, response_id: str, owner: str) -> Kept | None:
         """Return an owner's response; another's is not there for it, nor one that is over."""
         head = self._heads.get(response_id, owner)
-        if head is None or head["expires_at"] <= time.time():
+        if head is None or head.expires_at <= time.time():
             return None
         loop = asyncio.get_running_loop()
         path = self._folder / response_id
         try:
             return await loop.run_in_executor(self._worker, _read_response, path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.error("%s cannot be read: %s", response_id, error)
             return None
 
     def write(self, kept: Kept) -> None:
         """Write a response, after what is being written."""
-        head: Head = {
-            "id": kept.id,
-            "owner": kept.owner,
-            "expires_at": int(time.time()) + AGE,
-            "items": kept.item_ids(),
-        }
+        head = Head(
+            id=kept.id,
+            owner=kept.owner,
+            expires_at=time.time() + AGE,
+            items=kept.item_ids(),
+        )
         for gone in self._heads.put(kept.id, kept.owner, kept.size, head):
             self._unlink(gone)
         if self._heads.get(kept.id, kept.owner) is not None:
@@ -319,7 +335,7 @@ class ResponseFolder:
         """Delete what is over."""
         now = time.time()
         for name, place in self._heads.all():
-            if place.value["expires_at"] <= now:
+            if place.value.expires_at <= now:
                 self.forget(name)
 
     def close(self) -> None:
@@ -331,19 +347,19 @@ class ResponseFolder:
         """Take in a file of an earlier process, by its first line."""
         try:
             with open(path, "rb") as file:
-                head: Head = json.loads(file.readline())
-            name, owner, size = head["id"], head["owner"], path.stat().st_size
-            if name != path.name or not head["expires_at"] or head["items"] is None:
-                raise ValueError("it is no response of this version")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                head = Head.model_validate_json(file.readline())
+            size = path.stat().st_size
+            if head.id != path.name:
+                raise ValueError(f"it says that it is {head.id}")
+        except (OSError, ValueError) as error:
             logger.error("%s cannot be read: %s", path.name, error)
             return
-        for gone in self._heads.put(name, owner, size, head):
+        for gone in self._heads.put(head.id, head.owner, size, head):
             self._unlink(gone)
 
     def _write(self, kept: Kept, head: Head) -> None:
         whole = {"body": kept.body, "items": kept.items, "turns": kept.turns}
-        data = b"%b\n%b\n" % (json_bytes(head), json_bytes(whole))
+        data = b"%b\n%b\n" % (head.model_dump_json().encode(), json_bytes(whole))
         try:
             write_private(self._folder / kept.id, data)
         except CannotWrite as error:
@@ -356,9 +372,10 @@ class ResponseFolder:
 
 def _read_response(path: Path) -> Kept:
     with open(path, "rb") as file:
-        head = json.loads(file.readline())
+        head = Head.model_validate_json(file.readline())
         data = file.readline()
     whole = json.loads(data)
-    kept = Kept(head["owner"], whole["body"], whole["items"], whole["turns"])
+    kept = Kept(head.owner, whole["body"], whole["items"], whole["turns"])
+    kept.item_ids()  # raises where somebody else has written it
     kept.size = len(data)
     return kept
