@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from pydantic import ValidationError
 
@@ -524,13 +527,52 @@ def test_large_bodies_are_refused(small: Running) -> None:
     connection = socket.create_connection(("127.0.0.1", small.port), timeout=20)
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-    with suppress(OSError):  # the server may close before it has been sent everything
-        for _ in range(20):
-            connection.sendall(b"2710\r\n" + b" " * 10_000 + b"\r\n")
-    with suppress(ConnectionResetError):
-        assert b"413" in connection.recv(1000)
+    for _ in range(20):
+        connection.sendall(b"2710\r\n" + b" " * 10_000 + b"\r\n")
+    connection.sendall(b"0\r\n\r\n")
+    assert b"413" in connection.recv(1000)
     connection.close()
     assert small.chat("count to 3").status == 200
+
+
+def test_a_client_that_still_sends_gets_its_refusal(small: Running) -> None:
+    """Neither "broken pipe" nor "connection reset": clients read an answer when they have sent their body."""
+    body = b" " * 20_000_000
+    kind = {"Content-Type": "application/json"}
+    url = f"{small.url}/v1/chat/completions"
+    for _ in range(3):
+        assert httpx.post(url, content=body, headers=kind).status_code == 413
+        assert small.ask("POST", "/v1/chat/completions", body).status == 413
+    client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=0)
+    turn: Any = {"role": "user", "content": "x" * 20_000_000}
+    with pytest.raises(openai.APIStatusError, match="larger than 100,000 bytes"):
+        client.chat.completions.create(model="any", messages=[turn])
+
+
+def test_a_refused_body_is_not_waited_for_long(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer comes at once, its end when the client has said nothing for a while, or has talked for too long."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    for name, dripped in (("LINGER_SILENCE", b""), ("LINGER_SECONDS", b" ")):
+        with monkeypatch.context() as patched:
+            patched.setattr(edge, name, 0.5)
+            raw = socket.create_connection(("127.0.0.1", small.port), timeout=20)
+            with raw:
+                raw.sendall(head + b"Content-Length: 9000000\r\n\r\n")
+                assert b" 413 " in raw.recv(4096).splitlines()[0]
+                with suppress(ConnectionError):
+                    while dripped:
+                        raw.sendall(dripped)
+                        time.sleep(0.02)
+                with suppress(ConnectionResetError):  # by what it dripped last
+                    assert b"HTTP/1.1" not in b"".join(
+                        iter(partial(raw.recv, 999), b"")
+                    )
+    with socket.create_connection(("127.0.0.1", small.port), timeout=2) as raw:
+        raw.sendall(head + b"Content-Length: 9000000\r\nExpect: 100-continue\r\n\r\n")
+        answer = b"".join(iter(partial(raw.recv, 4096), b""))
+    assert b" 413 " in answer.splitlines()[0], "nothing of it will come"
 
 
 def test_bodies_that_do_not_come_are_not_waited_for(

@@ -38,6 +38,9 @@ access = logging.getLogger("vlm_batch.server.access")
 ENTRY = "vlm_batch.entry"
 #: Most seconds for a body to arrive.
 BODY_SECONDS = 60.0
+#: Most seconds for the rest of a refused body to arrive, and for silence in it. A socket that closes before that resets
+#: the connection, and the client, still sending, sees "broken pipe" in place of the answer.
+LINGER_SECONDS, LINGER_SILENCE = 30.0, 5.0
 #: Most commas, and most opening brackets, in a body: each costs checking time on the event loop. Base64 has none.
 MAX_VALUES, MAX_NESTED = 2**18, 2**16
 #: The part of the bytes of waiting requests that one client may have.
@@ -132,10 +135,14 @@ class Entry:
         self.num_held, self.visit, self.at_end = 0, None, None
         return other
 
-    def close(self) -> None:
-        """Give the place and the bytes back, and write the line of the log."""
+    def release(self) -> None:
+        """Give the bytes back."""
         self.held.release(self.num_held, self.number)
         self.num_held = 0
+
+    def close(self) -> None:
+        """Give the place and the bytes back, and write the line of the log."""
+        self.release()
         if self.at_end is not None:
             self.at_end()
         access.info(self.line())
@@ -204,6 +211,10 @@ class Edge:
                 MutableHeaders(raw=message["headers"]).update({**ids, **_HEADERS})
             await send(message)
 
+        is_upload = method == "POST" and path == UPLOADS
+        body = _Body(receive, self._config.max_body, entry)
+        if is_upload:
+            body = _Upload(receive, self._config.max_upload, entry)
         try:
             key = self._check(scope, headers)
             entry.has_priority = key is not None and key.has_priority
@@ -211,17 +222,15 @@ class Edge:
             if key in self._config.keys:
                 entry.number = self._config.keys.index(key)
             entry.owner = _owner(key, entry.number)
-            is_upload = method == "POST" and path == UPLOADS
-            body = _Body(receive, self._config.max_body, entry)
-            if is_upload:
-                body = _Upload(receive, self._config.max_upload, entry)
             await self._app(scope, body.receive, sending)
         except Exception as error:
             answer = _answer_to(error, entry)
             # half an answer is out: all that is left is to close the connection
             if entry.status:
                 raise
-            await entry.response_to(answer)(scope, receive, sending)
+            entry.release()
+            lingering = body.linger(sending) if _closes(answer, headers) else sending
+            await entry.response_to(answer)(scope, receive, lingering)
         finally:
             self._num_open -= 1
             route = scope.get("route")  # what strangers make up is no label of a metric
@@ -321,6 +330,33 @@ class _Body:
             )
         return message
 
+    def linger(self, send: Send) -> Send:
+        """Return a ``send`` that ends an answer when the client has sent its body, or takes too long to."""
+
+        async def lingering(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get(
+                "more_body"
+            )
+            if not is_last:
+                await send(message)
+                return
+            # the client can read all of the answer from here on
+            await send({**message, "more_body": True})
+            await self._discard()
+            await send({"type": "http.response.body"})
+
+        return lingering
+
+    async def _discard(self) -> None:
+        until = time.monotonic() + LINGER_SECONDS
+        while not self._is_whole:
+            seconds = min(LINGER_SILENCE, until - time.monotonic())
+            try:
+                message = await asyncio.wait_for(self._receive(), max(0.0, seconds))
+            except asyncio.TimeoutError:
+                return
+            self._is_whole = not message.get("more_body", False)
+
 
 class _Upload(_Body):
     """A ``receive`` of bytes that go to the disk: none are held, and it may take as long as they come."""
@@ -352,6 +388,12 @@ def _answer_to(error: Exception, entry: Entry) -> ApiError:
     return ApiError(
         500, f"the server failed; its log has more under {entry.request_id}"
     )
+
+
+def _closes(answer: ApiError, headers: Headers) -> bool:
+    """Return whether an answer ends a connection on which the client may be sending."""
+    # who waits to be told "100 Continue" sends nothing once refused
+    return "Connection" in (answer.headers or {}) and "expect" not in headers
 
 
 def _too_large(most: int) -> ApiError:
