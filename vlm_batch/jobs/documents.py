@@ -22,7 +22,7 @@ from vlm_batch.jobs.boxes import BoxForm, Region
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.rows import Ids, InvalidJob, count_of, spelled
-from vlm_batch.jobs.sinks import AnswerFile, Sink
+from vlm_batch.jobs.sinks import AnswerFile, Sink, whole
 from vlm_batch.jobs.stamps import Stamp
 
 #: The pages' answers, in the folder of the documents.
@@ -136,7 +136,7 @@ class Documents(Sink):
         self._has_marks = has_marks
         self._facts = facts
         self._boxes = boxes
-        self._answers = AnswerFile(folder / PAGES)
+        self._answers = AnswerFile(folder / PAGES, whole)
         self._open: dict[str, _Document] = {}
         self._names: dict[str, Path] = {}
         self.num_written = 0
