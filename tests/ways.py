@@ -64,7 +64,7 @@ WAYS = (
                     "process",
                 ),
             ),
-            ("server/openai.py", ("SampledBody",)),
+            ("server/sampled.py", ("SampledBody",)),
         ),
     ),
     Way(

@@ -16,6 +16,7 @@ from vlm_batch.server.asking import (
     ask_of,
     no_tools,
 )
+from vlm_batch.server.choices import Completions, ending_of, finite
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.door import Core, Door
 from vlm_batch.server.doors.chat_messages import (
@@ -29,19 +30,9 @@ from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, through
 from vlm_batch.server.fields import TEMPLATE
-from vlm_batch.server.openai import (
-    NOTHING,
-    Common,
-    Completions,
-    NumTokens,
-    NumTops,
-    asked_of,
-    check_stream,
-    ending_of,
-    finite,
-    others_of,
-    sampling_of,
-)
+from vlm_batch.server.sampled import Common, NumTokens, NumTops
+from vlm_batch.server.sampling import asked_of, check_stream, others_of, sampling_of
+from vlm_batch.server.unserved import NOTHING
 from vlm_batch.server.wire import (
     ANY,
     MAX_FIELDS,

@@ -8,22 +8,14 @@ from typing import Any
 
 from vlm_batch.server.answers import Delta
 from vlm_batch.server.asking import Abilities, Ask, params_of
+from vlm_batch.server.choices import Completions, ending_of, finite, known
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.door import Door
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, through
-from vlm_batch.server.openai import (
-    NOTHING,
-    Common,
-    Completions,
-    NumTops,
-    check_stream,
-    ending_of,
-    finite,
-    known,
-    others_of,
-    sampling_of,
-)
+from vlm_batch.server.sampled import Common, NumTops
+from vlm_batch.server.sampling import check_stream, others_of, sampling_of
+from vlm_batch.server.unserved import NOTHING
 from vlm_batch.server.wire import Many
 from vlm_batch.types import TokenLogprobs
 

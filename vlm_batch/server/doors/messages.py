@@ -29,7 +29,7 @@ from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
 from vlm_batch.server.fields import SAMPLING, THINKING
-from vlm_batch.server.openai import asked_of
+from vlm_batch.server.sampling import asked_of
 
 # In --------------------------------------------------------------------------------------------------------------------
 
