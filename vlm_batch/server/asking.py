@@ -90,7 +90,7 @@ class ToolChoice:
         mode: "auto", "none" or "required".
         named: The one tool that it must call.
         allowed: The tools that the model sees; None: all.
-        one_only: At most one call.
+        one_only: At most one call, as of a tool that is named.
     """
 
     mode: str = "auto"
@@ -249,9 +249,9 @@ def _offered(
         by_name[name] = tool
     if choice.allowed is None:
         return tuple(tools)
-    for name in sorted(choice.allowed):
-        if name not in by_name:
-            raise _no_tool(name, list(by_name))
+    unknown = sorted(set(choice.allowed) - by_name.keys())
+    if unknown:
+        raise _no_tool(unknown[0], list(by_name))
     return tuple(by_name[name] for name in by_name if name in choice.allowed)
 
 
@@ -259,11 +259,10 @@ def _call_grammar(
     choice: ToolChoice, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None
 ) -> str | None:
     """Return the grammar that restricts tool calls, or None."""
-    names = [name_of(tool) for tool in tools]
-    if choice.named is not None:
-        tools = [tool for tool in tools if name_of(tool) == choice.named]
+    names = list(map(name_of, tools))
+    tools = [tool for tool in tools if choice.named in (None, name_of(tool))]
     if choice.is_forced and not tools:
-        raise _no_tool(choice.named, names)
+        raise _no_tool(choice.named or "", names)
     field_name = _what_holds(choice, tools)
     if field_name is None:
         return None
@@ -277,9 +276,9 @@ def _call_grammar(
         what = "one call" if choice.one_only else "strict"
         only = "only with tool_choice required or a tool's name"
         raise cannot(f"{what} {only}: this model's calls begin like other text")
-    several = choice.named is None and not choice.one_only
+    is_free, several = not choice.is_forced, not choice.one_only
     try:
-        return writer.grammar(tools, several=several, is_free=not choice.is_forced)
+        return writer.grammar(tools, several=several, is_free=is_free)
     except CannotForce as error:
         raise cannot(error) from error
 
@@ -296,10 +295,9 @@ def _what_holds(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str |
     return "tools" if is_strict else None
 
 
-def _no_tool(name: str | None, names: Sequence[str]) -> ApiError:
-    if name is None or not names:
-        said = "no tools are given; name them in tools"
-    else:
+def _no_tool(name: str, names: Sequence[str]) -> ApiError:
+    said = "no tools are given; name them in tools"
+    if names:
         given = ", ".join(one[:100] for one in names[:10])
         said = f"there is no tool {name[:100]!r}; given: {given}"
     return ApiError(400, f"tool_choice: {said}", param="tool_choice")
@@ -307,4 +305,4 @@ def _no_tool(name: str | None, names: Sequence[str]) -> ApiError:
 
 def no_tools() -> ApiError:
     """Return the refusal of a choice among no tools."""
-    return _no_tool(None, ())
+    return _no_tool("", ())

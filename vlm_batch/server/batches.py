@@ -129,7 +129,7 @@ class Batches:
         self._held = ByteQuota(most, config.max_body)
         self._runs: dict[str, BatchRun] = {}
         self._driving: dict[str, asyncio.Task[None]] = {}
-        self._sweeping: asyncio.Task[None] | None = None
+        self._sweeping: list[asyncio.Task[None]] = []
         self._num_asked = 0
         self._has_ended = asyncio.Event()
 
@@ -147,13 +147,11 @@ class Batches:
             self._drive(run)
         if left:
             logger.info("going on with %d batches", len(left))
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping.append(asyncio.create_task(self._sweep()))
 
     async def close(self) -> None:
         """End what runs; a later server goes on with it."""
-        tasks = [*self._driving.values()]
-        if self._sweeping is not None:
-            tasks.append(self._sweeping)
+        tasks = [*self._driving.values(), *self._sweeping]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -386,10 +384,7 @@ class Batches:
         try:
             body = await core.bodies.read(entry, check_body, given, kind)
             core.check_model(body.model)
-            for name in ("stream", "background"):
-                if given.get(name):
-                    said = f"{name}: a batch's answers come whole, in its file"
-                    raise ApiError(400, said, param=name)
+            _check_whole(given)
             one = await exchange.made(core, entry, body)
             return await one.whole()
         finally:
@@ -416,10 +411,9 @@ class Batches:
         """Show the files, and end. A killed process leaves this to the next one, which does the same."""
         self._become(run, "finalizing")
         named = {"output_file_id": run.output, "error_file_id": run.errors}
+        for file in run.files.values():
+            file.sync()
         for shown, name in named.items():
-            file = run.files.get(name)
-            if file is not None:
-                file.sync()
             path = self._store.path(name)
             if path.exists() and path.stat().st_size:
                 title = f"{run.id}_{shown.partition('_')[0]}.jsonl"
@@ -440,3 +434,11 @@ class Batches:
 
     def _save(self, run: BatchRun) -> None:
         self._store.write_record(run.id, run.record())
+
+
+def _check_whole(body: Mapping[str, Any]) -> None:
+    """Raise ApiError for a body whose answer would not come whole."""
+    for name in ("stream", "background"):
+        if body.get(name):
+            said = f"{name}: a batch's answers come whole, in its file"
+            raise ApiError(400, said, param=name)

@@ -80,15 +80,13 @@ class MediaReader:
         """Return messages with files' contents in the place of their ids."""
         parts = [part for message in messages for part in _media(message)]
         contents: dict[str, bytes] = {}
-        for name in dict.fromkeys(map(_file_id, parts)):
-            if name is None:
-                continue
+        for name in dict.fromkeys(filter(None, map(_file_id, parts))):
             reading = self._readers.submit(
                 partial(stored, name), cancelled, client=client
             )
             contents[name] = await asyncio.shield(asyncio.wrap_future(reading))
             hold(len(contents[name]))
-        return _filled(messages, contents) if contents else messages
+        return [_filled(message, contents) for message in messages]
 
     def _check_counts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         config = self._config
@@ -117,7 +115,7 @@ class MediaReader:
                 pages = await self._pages(part, hold, client, cancelled)
                 hold(sum(map(num_page_bytes, pages)))
                 content += pages
-            found.append({**message, "content": content} if content else message)
+            found.append(_with_content(message, content))
         return found
 
     async def _pages(
@@ -241,18 +239,21 @@ def _file_id(part: Mapping[str, Any]) -> str | None:
 
 
 def _filled(
-    messages: Sequence[Mapping[str, Any]], contents: Mapping[str, bytes]
-) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for message in messages:
-        filled = []
-        for part in _parts(message):
-            name = None if part["type"] == "text" else _file_id(part)
-            filled.append(
-                part if name is None else {**part, part["type"]: contents[name]}
-            )
-        found.append({**message, "content": filled} if filled else message)
-    return found
+    message: Mapping[str, Any], contents: Mapping[str, bytes]
+) -> Mapping[str, Any]:
+    """Return a message with files' contents in the place of their ids."""
+    filled = []
+    for part in _parts(message):
+        name = _file_id(part)
+        if name is not None:
+            part = {**part, part["type"]: contents[name]}
+        filled.append(part)
+    return _with_content(message, filled)
+
+
+def _with_content(message: Mapping[str, Any], parts: list[Any]) -> Mapping[str, Any]:
+    """Return a message with other parts; one of text alone has none, and stays."""
+    return {**message, "content": parts} if parts else message
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -290,10 +291,8 @@ def _kind_of(part: Mapping[str, Any]) -> Kind:
 def _with_payloads(
     message: Mapping[str, Any], payloads: Iterator[Any]
 ) -> dict[str, Any]:
-    if not isinstance(message.get("content"), list):
-        return dict(message)
-    content = [_with_payload(part, payloads) for part in message["content"]]
-    return {**message, "content": content}
+    content = [_with_payload(part, payloads) for part in _parts(message)]
+    return dict(_with_content(message, content))
 
 
 def _with_payload(part: Mapping[str, Any], payloads: Iterator[Any]) -> dict[str, Any]:

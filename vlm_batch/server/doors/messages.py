@@ -88,11 +88,10 @@ def _choice(given: Choosing | None) -> ToolChoice:
     if (given.type == "tool") != (given.name is not None):
         said = "tool_choice: a name belongs to the type tool, and to no other"
         raise ApiError(400, said, param="tool_choice.name")
-    one_only = bool(given.disable_parallel_tool_use)
-    mode = "required" if given.type == "any" else given.type
     if given.name is not None:
-        mode = "auto"
-    return ToolChoice(mode=mode, named=given.name, one_only=one_only)
+        return ToolChoice(named=given.name, one_only=True)
+    mode = "required" if given.type == "any" else given.type
+    return ToolChoice(mode=mode, one_only=bool(given.disable_parallel_tool_use))
 
 
 def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:

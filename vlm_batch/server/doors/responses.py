@@ -75,7 +75,7 @@ def _tool(namespace: str | None, tool: FunctionTool) -> dict[str, Any]:
 def _choice(body: InputRequest) -> ToolChoice:
     given, one_only = body.tool_choice, body.parallel_tool_calls is False
     if isinstance(given, NamedFunction):
-        return ToolChoice(named=given.name, one_only=one_only)
+        return ToolChoice(named=given.name, one_only=True)
     if isinstance(given, AllowedFunctions):
         names = [tool.name for tool in given.tools]
         return ToolChoice(mode=given.mode, allowed=names, one_only=one_only)
