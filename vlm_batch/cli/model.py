@@ -60,21 +60,30 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
     model = str(args.model or sample_model())
     if args.model is None:
         print(f"vlm-batch: no --model: {EMBEDDED} answers; {KNOWS}", file=sys.stderr)
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
-        raise UsageError(
-            f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
-        )
+    place = place_of(model)
     with without_gc(), deferred_import(*UNUSED):
         from vlm_batch.batcher import VLMBatcher
 
     options = said_options(args)
     try:
-        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, **options)
+        return VLMBatcher(str(place), max_rows=args.batch, **options)
     except Exception as error:
         # whatever the loader raises, the user needs one line of it
         raise UsageError(
             f"cannot load the model {model}: {type(error).__name__}: {error}"
         ) from error
+
+
+def place_of(model: str) -> Path | str:
+    """Return a model's folder, or else its id on the hub. Raises UsageError for a folder that is not there."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return folder
+    if model.startswith((".", "/", "~")):
+        raise UsageError(
+            f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
+        )
+    return model
 
 
 def said_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -62,11 +62,16 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt",
         action="append",
+        default=[],
         metavar="TEXT",
         help=f"the question, with {{column}} for a row's own; several ask each row each (default: {DEFAULT_PROMPT})",
     )
     parser.add_argument(
-        "--prompt-file", action="append", metavar="FILE", help="a question from a file"
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a question from a file",
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="the system prompt, with {column} likewise"
@@ -137,8 +142,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_demo(parser: argparse.ArgumentParser) -> None:
     _add_answering(parser)
     parser.set_defaults(
-        prompt=None,
-        prompt_file=None,
+        prompt=[],
+        prompt_file=[],
         model=None,
         trust_remote_code=False,
         shard=None,

@@ -22,7 +22,14 @@ from vlm_batch.cli.job import (
     status_of,
     write_report,
 )
-from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
+from vlm_batch.cli.model import (
+    EMBEDDED,
+    KNOWS,
+    OpenBatcher,
+    UsageError,
+    load_model,
+    place_of,
+)
 from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
 from vlm_batch.inputs.fetch import is_address
@@ -251,9 +258,8 @@ def _folder_of(sources: Sequence[Source]) -> str:
 
 
 def _questions(args: argparse.Namespace) -> Questions:
-    texts = list(args.prompt or ())
-    texts += [text_of(file).strip() for file in args.prompt_file or ()]
-    if not all(text.strip() for text in texts):
+    texts = [*args.prompt, *map(str.strip, map(text_of, args.prompt_file))]
+    if not all(map(str.strip, texts)):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
     return Questions(
         tuple(texts) or (DEFAULT_PROMPT,),
@@ -366,9 +372,8 @@ def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
     from vlm_batch.loading.recommended import read_recommended
 
     model = str(args.model or sample_model())
-    folder = Path(model).expanduser()
     try:
-        found = read_recommended(find_checkpoint(folder if folder.exists() else model))
+        found = read_recommended(find_checkpoint(place_of(model)))
     except FileNotFoundError as error:
         raise UsageError(f"cannot load the model {model}: {error}") from error
     print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)

@@ -268,8 +268,12 @@ SAMPLE = Publisher(
 )
 
 
-def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
-    """Find who published a model, by its name or, where only one publisher has it, its model type.
+#: Whoever is not known.
+UNKNOWN = Publisher(models=(), prompts=PLAIN_PROMPTS, source="our own words")
+
+
+def publisher_of(model: str, model_type: str | None = None) -> Publisher:
+    """Find who published a model, by its name or, where only one publisher has it, its model type; else ``UNKNOWN``.
 
     Args:
         model: A hub id or a path. The hub's own cache has the name in the middle of the path.
@@ -283,4 +287,4 @@ def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
         for publisher in PUBLISHERS:
             if publisher.has_named(name):
                 return publisher
-    return by_type.get(model_type or "")
+    return by_type.get(model_type or "", UNKNOWN)
