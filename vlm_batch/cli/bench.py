@@ -29,6 +29,7 @@ from PIL import Image
 from rich import box
 from rich.table import Column, Table
 
+from vlm_batch.checks import demand
 from vlm_batch.cli import tune
 from vlm_batch.cli.console import open_console
 from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least
@@ -91,14 +92,11 @@ class Load:
                 raise ValueError(
                     f"{option} {least} {most}: the least must be at least 1 and no more than the most"
                 )
-        if self.rate is not None and not (self.rate >= 0 and math.isfinite(self.rate)):
-            raise ValueError(
-                f"the rate is {self.rate}; it must be a finite number, at least 0"
-            )
-        if not 0 <= self.picture_share <= 1:
-            raise ValueError(
-                f"the share of pictures is {self.picture_share}; it must be in 0..1"
-            )
+        is_rate = 0 <= (self.rate or 0) < math.inf
+        finite = "a finite number, at least 0"
+        demand(is_rate, ValueError, "the rate", self.rate, finite)
+        share = self.picture_share
+        demand(0 <= share <= 1, ValueError, "the share of pictures", share, "in 0..1")
 
     def has_picture(self, index: int) -> bool:
         return math.floor((index + 1) * self.picture_share) > math.floor(
@@ -191,9 +189,9 @@ class Report:
         done = self.done
         tokens = sum(answer.tokens for answer in done)
         pairs = [
-            pair
-            for pair in zip(self.alone, self.answers, strict=False)
-            if not any(one.error for one in pair)
+            (alone.text, beside.text)
+            for alone, beside in zip(self.alone, self.answers, strict=False)
+            if alone.error is None and beside.error is None
         ]
         found: dict[str, Any] = {
             "asked": self.asked,
@@ -202,29 +200,29 @@ class Report:
             "concurrency": self.load.concurrency,
             "arrivals_per_s": self.load.rate,
             "pictures": sum(map(self.load.has_picture, range(self.load.requests))),
-            "prompt_tokens": statistics.mean([answer.prompt_tokens for answer in done])
-            if done
-            else 0,
-            "answer_tokens": tokens / len(done) if done else 0,
+            "prompt_tokens": sum(one.prompt_tokens for one in done) / max(1, len(done)),
+            "answer_tokens": tokens / max(1, len(done)),
             "seconds": self.seconds,
             "requests_per_s": len(done) / self.seconds,
             "tokens_per_s": tokens / self.seconds,
             **{name: spread(values) for name, values in self.times().items()},
             "checked": len(pairs),
-            "equal_to_alone": sum(first.text == second.text for first, second in pairs),
+            "equal_to_alone": sum(alone == beside for alone, beside in pairs),
         }
-        if timings := [
-            vars(answer.timings) for answer in done if answer.timings is not None
-        ]:
-            spent = {stage: sum(one[stage] for one in timings) for stage in STAGES}
-            found["stages"] = {
-                stage: {
-                    "share": spent[stage] / sum(spent.values()),
-                    **spread([one[stage] for one in timings]),
-                }
-                for stage in STAGES
-            }
+        timings = [one.timings for one in done if one.timings is not None]
+        if timings:
+            found["stages"] = _stages(timings)
         return found
+
+
+def _stages(timings: Sequence[Timings]) -> dict[str, Any]:
+    """Return the stages' shares of the time, and what a request spent in each."""
+    spent = {stage: [vars(one)[stage] for one in timings] for stage in STAGES}
+    whole = sum(map(sum, spent.values()))
+    found = {}
+    for stage, seconds in spent.items():
+        found[stage] = {"share": sum(seconds) / whole, **spread(seconds)}
+    return found
 
 
 # Who is asked ------------------------------------------------------------------------------------------------------

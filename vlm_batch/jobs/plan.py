@@ -100,19 +100,23 @@ class Plan:
             raise InvalidJob(
                 f"{rows} asked something else (prompt, messages, params or pictures): {_named(self.otherwise)}. {remedy}"
             )
-        num_known = self.done + self.failed_before
-        if self.others and not num_known:
+        if self.others and not self.num_before:
             raise InvalidJob(
                 f"none of the {count_of(self.others, 'answer')} in the output is to one of these rows: "
                 "are paths spelled as in its first run? --force goes on all the same"
             )
 
     @property
+    def num_before(self) -> int:
+        """The rows that earlier runs have asked."""
+        return self.done + self.failed_before
+
+    @property
     def left(self) -> int | None:
         """Rows to ask; None if their number is unknown."""
         if self.total is None:
             return None
-        return self.total - self.done - self.failed_before
+        return self.total - self.num_before
 
 
 @dataclass
@@ -238,7 +242,7 @@ class Job:
         if not num_before:
             _check_ids(seen.twice)
         self._check_seen(seen)
-        plan.others = num_before - plan.done - plan.failed_before
+        plan.others = num_before - plan.num_before
         return plan
 
     def _check_seen(self, seen: _Seen) -> None:
