@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from vlm_batch.errors import InvalidRequest
 from vlm_batch.jobs.lines import CannotWrite, LineFile, read_answers
 from vlm_batch.jobs.rows import Ids
 from vlm_batch.server.batch_lines import (
@@ -30,7 +29,7 @@ from vlm_batch.server.batch_lines import (
 from vlm_batch.server.bodies import check_body
 from vlm_batch.server.door import Core
 from vlm_batch.server.edge import MAX_NESTED, MAX_VALUES, ByteQuota, Entry, NoRoom
-from vlm_batch.server.errors import ApiError, json_bytes, refusal
+from vlm_batch.server.errors import ApiError, json_bytes
 from vlm_batch.server.exchange import Exchange
 from vlm_batch.server.private import AGE, new_id
 from vlm_batch.server.stored import FileStore
@@ -355,8 +354,6 @@ class Batches:
                 return whole
             except ApiError as error:
                 answer = error
-            except InvalidRequest as error:
-                answer = refusal(error)
             except Exception:
                 logger.exception("request %s failed", entry.request_id)
                 said = f"the server failed; its log has more under {entry.request_id}"

@@ -122,8 +122,7 @@ class Completions(Exchange):
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """Return the prompt's log-probabilities in vLLM's form, or null."""
-        assert choice.result is not None
-        scores = choice.result.prompt_logprobs
+        scores = choice.ended.prompt_logprobs
         if scores is None or self.body.prompt_logprobs is None:
             return {"prompt_logprobs": None}
         return {"prompt_logprobs": [self._score(one) for one in scores]}
@@ -195,9 +194,8 @@ class Completions(Exchange):
 
 def ending_of(choice: Choice) -> dict[str, Any]:
     """Return why an answer has ended."""
-    assert choice.result is not None
     reason = choice.finish_reason
-    return {"finish_reason": reason, "stop_reason": choice.result.stop_reason}
+    return {"finish_reason": reason, "stop_reason": choice.ended.stop_reason}
 
 
 def finite(logprob: float) -> float:

@@ -81,9 +81,14 @@ class Choice:
                 known["function"]["arguments"] += call["function"]["arguments"]
 
     @property
-    def finish_reason(self) -> str:
+    def ended(self) -> Result:
+        """The result of an answer that has one."""
         assert self.result is not None
-        return "tool_calls" if self.reader.has_calls else self.result.finish_reason
+        return self.result
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.reader.has_calls else self.ended.finish_reason
 
 
 @dataclass

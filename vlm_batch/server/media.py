@@ -21,6 +21,7 @@ from vlm_batch.inputs.loaders import GRACE_SECONDS
 from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.conversation import parts_of
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.pages import DOCUMENT, num_page_bytes, pages_of
 
@@ -108,7 +109,7 @@ class MediaReader:
         found = []
         for message in messages:
             content: list[Any] = []
-            for part in _parts(message):
+            for part in parts_of(message):
                 if part["type"] != DOCUMENT:
                     content.append(part)
                     continue
@@ -243,7 +244,7 @@ def _filled(
 ) -> Mapping[str, Any]:
     """Return a message with files' contents in the place of their ids."""
     filled = []
-    for part in _parts(message):
+    for part in parts_of(message):
         name = _file_id(part)
         if name is not None:
             part = {**part, part["type"]: contents[name]}
@@ -256,13 +257,8 @@ def _with_content(message: Mapping[str, Any], parts: list[Any]) -> Mapping[str, 
     return {**message, "content": parts} if parts else message
 
 
-def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()
-
-
 def _media(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [part for part in _parts(message) if part["type"] != "text"]
+    return [part for part in parts_of(message) if part["type"] != "text"]
 
 
 def _pages_of(
@@ -291,7 +287,7 @@ def _kind_of(part: Mapping[str, Any]) -> Kind:
 def _with_payloads(
     message: Mapping[str, Any], payloads: Iterator[Any]
 ) -> dict[str, Any]:
-    content = [_with_payload(part, payloads) for part in _parts(message)]
+    content = [_with_payload(part, payloads) for part in parts_of(message)]
     return dict(_with_content(message, content))
 
 

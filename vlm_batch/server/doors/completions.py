@@ -111,16 +111,13 @@ class TextExchange(Completions):
 
     def _scores_of_echo(self, choice: Choice) -> list[TokenLogprobs]:
         """Return the echoed prompt's log-probabilities; the first token has none, which is not a number here."""
-        result = choice.result
-        if result is None or result.prompt_logprobs is None:
-            return []
+        result = choice.ended
         if self.body.logprobs is None:
             return []
-        found = []
-        ids = result.prompt_token_ids or ()
-        for token, score in zip(ids, result.prompt_logprobs, strict=True):
-            found.append(score or TokenLogprobs(token, math.nan, ()))
-        return found
+        pairs = zip(
+            result.prompt_token_ids or (), result.prompt_logprobs or (), strict=True
+        )
+        return [score or TokenLogprobs(token, math.nan, ()) for token, score in pairs]
 
     def _opening(self, choice: Choice) -> dict[str, Any] | None:
         if not self.body.echo:

@@ -177,13 +177,12 @@ class MessageExchange(Exchange):
         }
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
-        assert choice.result is not None
         reason = _STOPS[choice.finish_reason]
-        stop = choice.result.stop_reason
+        stop = choice.ended.stop_reason
         if reason == "end_turn" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         most = self.body.max_tokens if isinstance(self.body, MessagesRequest) else 0
-        if reason == "max_tokens" and choice.result.usage.completion_tokens < most:
+        if reason == "max_tokens" and choice.ended.usage.completion_tokens < most:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
 
