@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from vlm_batch.inputs.fetch import is_address, is_data_uri
@@ -275,12 +276,8 @@ def _is_below(file: PurePosixPath) -> bool:
 
 
 def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
-    failed, repeating = [], []
-    for page in pages:
-        if page.error is not None:
-            failed.append(page.page)
-        if page.repeats:
-            repeating.append(page.page)
+    failed = [one.page for one in pages if one.error is not None]
+    repeating = [one.page for one in pages if one.repeats]
     if not failed and not repeating:
         return None
     return Lacking(name, tuple(failed), tuple(repeating))
@@ -303,7 +300,6 @@ def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
 
 
 def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
-    page = record.get("page")
     text = str(record.get("text") or "").strip()
     error = record.get("error")
     size = _first_size(record.get("image_sizes"))
@@ -312,11 +308,11 @@ def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
         seen = _first_size(record.get("model_image_sizes"))
         regions = boxes.regions(text, size, seen)
     return PageText(
-        page=None if page is None else int(page),
+        page=record.get("page"),
         text=text,
         error=error,
         finish_reason=record.get("finish_reason"),
-        attempts=int(record.get("attempts") or 1),
+        attempts=record.get("attempts", 1),
         size=size,
         regions=tuple(regions),
     )
@@ -415,7 +411,7 @@ def boxes_path(text: Path) -> Path:
 def names_of(
     documents: Iterable[str],
     suffix: str,
-    kept: Mapping[str, PurePosixPath] | None = None,
+    kept: Mapping[str, PurePosixPath] = MappingProxyType({}),
 ) -> dict[str, Path]:
     """Choose a file for each document: below one folder, as the documents lie to each other, no two the same.
 
@@ -423,14 +419,13 @@ def names_of(
     names that are ``kept``, without suffixes.
     """
     documents = list(documents)
-    kept = kept or {}
     places = dict(zip(documents, _places(documents), strict=True))
     stems = Counter(_key(place.with_suffix("")) for place in places.values())
     chosen: dict[str, PurePosixPath] = {}
     for name, place in places.items():
         is_alone = stems[_key(place.with_suffix(""))] == 1
         chosen[name] = place.with_name(place.stem) if is_alone else place
-        chosen[name] = kept.get(name, chosen[name])
+    chosen |= kept
     taken: set[str] = set()
     files: dict[str, Path] = {}
     # those of earlier runs first

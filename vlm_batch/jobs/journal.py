@@ -145,7 +145,7 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         _settle(one)
     if SAFE in now:  # which earlier versions did not know
         before.setdefault(SAFE, now[SAFE])
-    model_has_changed = _compare_models(before, now)
+    of_model = _compare_models(before, now)
     if _tables_agree(before, now):
         before["tables"] = now.get("tables")
     other = []
@@ -153,8 +153,7 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         first, second = before.get(name), now.get(name)
         if first != second:
             other.append(f"{name} {_difference(first, second)}")
-    if model_has_changed is not None:
-        other.append(model_has_changed)
+    other += of_model
     if other:
         raise InvalidJob(
             f"{output} was made with other settings: {'; '.join(other)}. Give the same ones, or name another file; "
@@ -162,8 +161,8 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Take the models' files out of settings, and say what has changed in them.
+def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Take the models' files out of settings, and say what has changed in them, if anything.
 
     The same files in another place are the same model: ``before`` then names it as ``now`` does.
     """
@@ -172,28 +171,25 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     if not changed:
         if first and second:
             before["model"] = now["model"]
-        return None
+        return []
     has_one_name = before.get("model") == now.get("model")
     has_same_files = len(changed) < len(first)
     if not has_one_name and not has_same_files:
-        return None  # the names of two models say enough
+        return []  # the names of two models say enough
     told = []
     for name in changed[:3]:
         new = " (new)" if name not in first else ""
         gone = " (gone)" if name not in second else ""
         told.append(f"{name}{new}{gone}")
-    return f"the model's files have changed: {', '.join(told)}"
+    return [f"the model's files have changed: {', '.join(told)}"]
 
 
 def _changed(
     first: Mapping[str, Stamp | None], second: Mapping[str, Stamp | None]
 ) -> list[str]:
     """Return the files whose stamps differ, sorted."""
-    found = []
-    for name in sorted({*first, *second}):
-        if not _is_same(first.get(name), second.get(name)):
-            found.append(name)
-    return found
+    every = sorted({*first, *second})
+    return [name for name in every if not _is_same(first.get(name), second.get(name))]
 
 
 def _settle(settings: dict[str, Any]) -> None:
@@ -206,7 +202,7 @@ def _settle(settings: dict[str, Any]) -> None:
 
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the tables that both have are the same."""
-    first, second = before.get("tables") or {}, now.get("tables") or {}
+    first, second = before.get("tables", {}), now.get("tables", {})
     both = first.keys() & second.keys()
     return all(first[name] == second[name] for name in both)
 

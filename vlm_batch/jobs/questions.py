@@ -119,17 +119,17 @@ class Questions:
 
     def ask(self, row: JobRow) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""
-        is_asked_once = row.error is not None or len(self.prompts) == 1
-        if is_asked_once or row.asks_itself:
+        if row.error is not None:
+            yield Item(row.id, row, error=row.error)
+            return
+        if len(self.prompts) == 1 or row.asks_itself:
             yield self._item(row.id, row, self.prompts[0])
             return
         for number, text in enumerate(self.prompts, 1):
             yield self._item(f"{row.id}#{number}", row, text)
 
     def _item(self, item_id: str, row: JobRow, text: str) -> Item:
-        item = Item(item_id, row, enable_thinking=self.enable_thinking, error=row.error)
-        if row.error is not None:
-            return item
+        item = Item(item_id, row, enable_thinking=self.enable_thinking)
         try:
             return self._filled(item, text)
         except ValueError as error:  # InvalidJob, InvalidParameters
