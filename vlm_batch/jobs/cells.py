@@ -411,6 +411,17 @@ def row_of_cells(
     )
 
 
+def checked_row(
+    cells: Mapping[str, Any], columns: Columns, own: Columns, *, table: str, place: str
+) -> JobRow:
+    """Return the row of a table in memory, with an error if its media are doubtful or overlooked; ``own`` were named."""
+    row = row_of_cells(cells, columns, place=place, folder="")
+    row = flag_doubtful_media(row, own, table)
+    if columns.has_media:
+        return row
+    return flag_overlooked_media(row, table)
+
+
 def _empty_column(cells: Mapping[str, Any], columns: Columns) -> str | None:
     """Return the first column of media; None without one, and where an empty list says that there are none."""
     known = (columns.image, columns.video, columns.audio)

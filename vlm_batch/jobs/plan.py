@@ -271,12 +271,7 @@ class Job:
     def _check_columns(
         self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()
     ) -> None:
-        missing = sorted(self.questions.columns - set(known))
-        if missing:
-            raise InvalidJob(
-                f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
-                "(write {{ and }} for braces)"
-            )
+        self.questions.check_columns(known, f" of {where}")
         self._check_carried(frozenset(known), where, fields)
 
     def _check_carried(self, known: Set[str], where: str, fields: Set[str]) -> None:

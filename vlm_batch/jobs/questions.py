@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,15 @@ class Questions:
         """Columns that a prompt or the system prompt names."""
         texts = (*self.prompts, self.system or "")
         return frozenset[str]().union(*map(columns_in, texts))
+
+    def check_columns(self, known: Collection[str], where: str = "") -> None:
+        """Raise InvalidJob if a prompt names a column that is none of those that are known ``where``."""
+        missing = sorted(self.columns.difference(known))
+        if missing:
+            raise InvalidJob(
+                f"the prompt names {{{missing[0]}}}, which is no column{where}; columns: {', '.join(known) or 'none'} "
+                "(write {{ and }} for braces)"
+            )
 
     def ask(self, row: JobRow) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""

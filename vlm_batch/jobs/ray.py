@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_batch._version import __version__
 from vlm_batch.assets import sample_model
+from vlm_batch.checks import demand
 from vlm_batch.errors import describe
 from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Fetched, Unreadable, fetch, is_address
@@ -133,8 +134,7 @@ class Cluster:
             raise InvalidJob(
                 f"num_gpus is {num_gpus}; a worker uses one GPU, or a part of it: a number in 0..1"
             )
-        if not num_cpus >= 0:
-            raise InvalidJob(f"num_cpus is {num_cpus}; it must be at least 0")
+        demand(num_cpus >= 0, InvalidJob, "num_cpus", num_cpus, "at least 0")
         self._model = (model, dict(options or {}), __version__)
         self._address, self._shared_files = address, shared_files
         self._count, self._gpus, self._cpus = workers, num_gpus, num_cpus

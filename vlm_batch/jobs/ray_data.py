@@ -15,9 +15,7 @@ from vlm_batch.errors import describe
 from vlm_batch.jobs.cells import (
     THE_DATASET,
     Columns,
-    flag_doubtful_media,
-    flag_overlooked_media,
-    row_of_cells,
+    checked_row,
 )
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.ray import ended, open_here
@@ -109,10 +107,7 @@ class Predictor:
         """Return a row of plain cells. Raises InvalidJob."""
         messages, params = cells.get("messages"), cells.get("sampling_params") or {}
         columns = self._columns_of(cells)
-        row = row_of_cells(cells, columns, place=place, folder="")
-        row = flag_doubtful_media(row, self._columns, THE_DATASET)
-        if not columns.has_media and not messages:
-            row = flag_overlooked_media(row, THE_DATASET)
+        row = checked_row(cells, columns, self._columns, table=THE_DATASET, place=place)
         right = "a mapping"
         is_right = isinstance(params, Mapping)
         demand(is_right, InvalidJob, "sampling_params", params, right)
@@ -137,9 +132,10 @@ class Predictor:
                 others, THE_DATASET, self._questions.columns, asks=True
             )
             return columns
-        if columns.image and cells[columns.image] is None:
-            return replace(columns, image=None)
-        return columns
+        # a chat needs no pictures beside it
+        image = columns.image or ""
+        has_none = cells.get(image) is None
+        return replace(columns, image="" if has_none else image)
 
 
 def _plain(value: Any) -> Any:
