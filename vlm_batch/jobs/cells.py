@@ -545,11 +545,9 @@ def _of_base64(value: str) -> bytes:
 
 def located(path: str, folder: str) -> str:
     """Return a path beside the table if it exists there or nowhere, else unchanged."""
-    if not folder or is_address(path):
+    if is_address(path) or path.startswith("~"):
         return path
-    if path.startswith("~") or os.path.isabs(path):
-        return path
-    beside = os.path.join(folder, path)
+    beside = os.path.join(folder, path)  # the path itself, if it is absolute
     if os.path.exists(path) and not os.path.exists(beside):
         return path
     return beside

@@ -44,7 +44,7 @@ class LineFile:
         self._is_watched = is_watched and not is_device(self.path)
         self._size = 0
         try:
-            if self.path.exists() and self.path.is_file():
+            if self.path.is_file():
                 repair(self.path)
             mode = "a+b" if self._is_watched else "ab"
             self._file: BinaryIO = open(self.path, mode, buffering=0)  # type: ignore[assignment]  # noqa: SIM115
@@ -146,15 +146,11 @@ def torn_bytes(path: Path) -> int:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         last = data[data.rfind(b"\n") + 1 :]
-    if not last:
-        return 0
     try:
         is_whole = isinstance(json.loads(last), dict)
     except ValueError:
         is_whole = False
-    if is_whole:
-        return 0
-    return len(last)
+    return 0 if is_whole else len(last)
 
 
 def has_lines(path: Path) -> bool:

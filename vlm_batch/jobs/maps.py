@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -74,18 +74,11 @@ def map_table(
     own_prompt = "prompt" if prompt is None else None
     given = Columns(image=image, video=video, audio=audio, prompt=own_prompt)
     asked = _Asked(batcher, given, questions, names, progress)
-    # a library that nobody has imported has made no table
-    pandas, polars, datasets = map(sys.modules.get, ("pandas", "polars", "datasets"))
-    if pandas is not None and isinstance(table, pandas.DataFrame):
-        return _map_pandas(asked, table)
-    if polars is not None and isinstance(table, polars.LazyFrame):
-        raise InvalidJob("a LazyFrame is no table yet: collect() it")
-    if polars is not None and isinstance(table, polars.DataFrame):
-        return polars.from_arrow(_map_arrow(asked, table))
-    if datasets is not None and isinstance(table, datasets.Dataset):
-        return _map_dataset(asked, table)
-    if datasets is not None and isinstance(table, datasets.IterableDataset):
-        return _map_stream(asked, table, datasets)
+    for module, kind, mapped in _KINDS:
+        # a library that nobody has imported has made no table
+        library = sys.modules.get(module)
+        if library is not None and isinstance(table, getattr(library, kind)):
+            return mapped(asked, table)
     return _map_arrow(asked, table)
 
 
@@ -96,6 +89,16 @@ def _map_pandas(asked: _Asked, table: Any) -> Any:
 
     names = [str(name) for name in table.columns]
     return table.assign(**asked.lists(rows(), names, [], len(table)))
+
+
+def _map_lazy(asked: _Asked, table: Any) -> Any:
+    raise InvalidJob("a LazyFrame is no table yet: collect() it")
+
+
+def _map_polars(asked: _Asked, table: Any) -> Any:
+    import polars
+
+    return polars.from_arrow(_map_arrow(asked, table))
 
 
 def _map_dataset(asked: _Asked, table: Any) -> Any:
@@ -246,7 +249,9 @@ def _batches(
     yield from map(filled, waiting)  # batches without rows
 
 
-def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
+def _map_stream(asked: _Asked, dataset: Any) -> Any:
+    import datasets
+
     pictures = picture_features(dataset)
     bare = dataset
     # as they are stored: they are decoded when they are asked about
@@ -279,3 +284,13 @@ class _Stream:
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return str, (uuid.uuid4().hex,)
+
+
+#: Tables by the libraries that make them, and their ways; what is none of them is for pyarrow.
+_KINDS: tuple[tuple[str, str, Callable[[_Asked, Any], Any]], ...] = (
+    ("pandas", "DataFrame", _map_pandas),
+    ("polars", "LazyFrame", _map_lazy),
+    ("polars", "DataFrame", _map_polars),
+    ("datasets", "Dataset", _map_dataset),
+    ("datasets", "IterableDataset", _map_stream),
+)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -138,25 +139,32 @@ class Predictor:
         return replace(columns, image="" if has_none else image)
 
 
+@singledispatch
 def _plain(value: Any) -> Any:
     """Return a cell as Python values, without Arrow's added None."""
-    if isinstance(value, Mapping):
-        return _plain_mapping(value)
-    if isinstance(value, (list, tuple)):
-        return list(map(_plain, value))
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return _plain(value.tolist())
     return value
 
 
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
-    held = {}
-    for name, one in value.items():
-        if one is not None:
-            held[str(name)] = _plain(one)
-    return held
+@_plain.register
+def _of_number(value: np.generic) -> Any:
+    return _plain(value.item())
+
+
+@_plain.register
+def _of_array(value: np.ndarray) -> Any:
+    return _plain(value.tolist()) if value.dtype == object else value
+
+
+@_plain.register(list)
+@_plain.register(tuple)
+def _of_list(value: Sequence[Any]) -> list[Any]:
+    return list(map(_plain, value))
+
+
+@_plain.register(Mapping)
+def _of_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
+    held = value.items()
+    return {str(name): _plain(one) for name, one in held if one is not None}
 
 
 def _column(values: list[Any]) -> np.ndarray:

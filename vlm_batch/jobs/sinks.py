@@ -157,23 +157,25 @@ def open_sink(
     form = _form_of(target, form)
     path = Path(target).expanduser()
     written = _formats(is_safe=spreadsheet_safe).get(form)
-    if written is not None and target == "-":
-        raise InvalidJob(
-            f"--format {form} needs a file: it is made when the job ends; give it by --out FILE"
-        )
     if written is not None:
+        if target == "-":
+            raise InvalidJob(
+                f"--format {form} needs a file: it is made when the job ends; give it by --out FILE"
+            )
         return MadeFile(path, FLAT_COLUMNS if columns is None else columns, written)
-    is_batch = form == BATCH
-    if is_batch and columns:
-        raise InvalidJob("OpenAI's batch form has its own fields; leave --columns out")
     line_of: LineOf = whole if columns is None else partial(chosen, columns=columns)
-    if is_batch:
+    if form == BATCH:
+        if columns:
+            raise InvalidJob(
+                "OpenAI's batch form has its own fields; leave --columns out"
+            )
         line_of = partial(line_of_answer, model=model)
     if target == "-":
         return StandardOutput(line_of)
     if is_device(path):
         return Device(path, line_of)
-    return BatchFile(path, line_of) if is_batch else AnswerFile(path, line_of)
+    kind = BatchFile if form == BATCH else AnswerFile
+    return kind(path, line_of)
 
 
 def _form_of(target: str, form: str | None) -> str:

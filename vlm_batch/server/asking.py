@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from vlm_batch.errors import InvalidParameters, InvalidPrompt
 from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.config import RECOMMENDED, ServerConfig
 from vlm_batch.server.errors import ApiError, refusal
+from vlm_batch.server.wire import ANY
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
 #: ``max_tokens`` of an answer that says no number, as llama.cpp's and LM Studio's clients write it.
@@ -30,22 +31,21 @@ class Abilities:
 
     Attributes:
         writer: The model's form of tool calls, if it has one.
-        reads: The arguments that its chat template reads; None where that is unknown.
+        reads: The arguments that its chat template reads; by default, every one.
         recommended: The folder's sampling, for requests that ask for it.
         thinks: Whether the model may think; how much has no meaning for others.
     """
 
     writer: CallWriter | None = None
-    reads: Collection[str] | None = None
+    reads: Container[str] = ANY
     recommended: Mapping[str, Any] = field(default_factory=dict)
     thinks: bool = True
 
     def readable(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of a template's arguments that it reads; none if the model does not think."""
-        if not self.thinks or self.reads is None:
+        if not self.thinks:
             return {}
-        names = asked.keys() & set(self.reads)
-        return {name: asked[name] for name in names}
+        return {name: asked[name] for name in asked if name in self.reads}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +200,9 @@ def _template(
     args = given.pop("args", {})
     if config.enable_thinking and "enable_thinking" not in args:
         given.setdefault("enable_thinking", True)
-    if able.reads is not None:
-        given = _without_no_thinking(given, able.reads)
-        args = _without_no_thinking(args, able.reads)
-    reads_effort = "reasoning_effort" in (able.reads or ())
-    if not able.thinks and not reads_effort:
+    given = _without_no_thinking(given, able.reads)
+    args = _without_no_thinking(args, able.reads)
+    if not able.thinks and "reasoning_effort" not in able.reads:
         given.pop("reasoning_effort", None)
     escapes = config.escape_special_tokens
     try:
@@ -216,7 +214,7 @@ def _template(
 
 
 def _without_no_thinking(
-    given: Mapping[str, Any], reads: Collection[str]
+    given: Mapping[str, Any], reads: Container[str]
 ) -> dict[str, Any]:
     """Return arguments without those that say not to think to a template that does not read them."""
     found = dict(given)
