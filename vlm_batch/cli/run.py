@@ -153,7 +153,8 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
             sys.stdout,
             cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
-    return _answer(sources, questions, args, open_batcher, signals)
+    label = _label(sources)
+    return _answer(sources, questions, args, open_batcher, signals, label)
 
 
 def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -164,6 +165,7 @@ def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             args,
             open_batcher,
             signals,
+            _demo_label,
         )
 
 
@@ -189,6 +191,7 @@ def _answer(
     args: argparse.Namespace,
     open_batcher: OpenBatcher,
     signals: Signals,
+    label: Callable[[JobRow], str],
 ) -> int:
     shard = _shard(args)
     target = _target(args, shard)
@@ -210,7 +213,7 @@ def _answer(
         quiet=args.quiet,
         verbose=args.verbose,
         says_prompt=bool(args.prompt or args.prompt_file),
-        label=_labels(sources),
+        label=label,
         answers_in=file,
         only_here=target is None and args.sidecar is None,
         goes_on=is_kept,
@@ -233,10 +236,8 @@ def _is_samples(source: Source) -> bool:
     return isinstance(source, Files) and all(map(is_sample, source.paths))
 
 
-def _labels(sources: Sequence[Source]) -> Callable[[JobRow], str]:
+def _label(sources: Sequence[Source]) -> Callable[[JobRow], str]:
     """Return a function that names rows without their common folder."""
-    if any(isinstance(source, Demo) for source in sources):
-        return _demo_label
     where = ""
     if all(isinstance(source, Files) for source in sources):
         where = _folder_of(sources)

@@ -19,9 +19,11 @@ from vlm_batch.jobs.cells import (
     flag_doubtful_media,
     flag_overlooked_media,
 )
+from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, JobRow, Shard, Source, count_of, digest
 from vlm_batch.jobs.sinks import NAMESPACES, Sink
+from vlm_batch.jobs.sources import Files
 from vlm_batch.jobs.stamps import Stamp
 from vlm_batch.jobs.summary import Kinds
 from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
@@ -144,6 +146,12 @@ class Job:
             rows = self._scanned(source) if scan else self._rows_of(source)
             for row in rows:
                 yield from self.questions.ask(row)
+
+    def ordered(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Return items in the order in which they are asked: pictures that are files, by their sizes."""
+        if all(isinstance(source, Files) for source in self.sources):
+            return by_size(items)
+        return items
 
     @cached_property
     def named(self) -> frozenset[str]:
