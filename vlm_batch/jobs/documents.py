@@ -195,10 +195,15 @@ class Documents(Sink):
 
     def _paths(self) -> Iterator[Path]:
         """Yield every file that is written."""
-        for name in self._names.values():
-            yield self.folder / name
-            if self._boxes is not None:
-                yield boxes_path(self.folder / name)
+        for name in self._names:
+            yield from self._paths_of(name)
+
+    def _paths_of(self, name: str) -> list[Path]:
+        """Return a document's files: its text, and its regions if they are asked for."""
+        text = self.folder / self._names[name]
+        if self._boxes is None:
+            return [text]
+        return [text, boxes_path(text)]
 
     def existing(self) -> tuple[Ids, Ids]:
         return self._answers.existing()
@@ -246,22 +251,18 @@ class Documents(Sink):
 
     def _write_files(self, name: str, pages: list[PageText], *, is_new: bool) -> None:
         """Write a document's files; of an earlier run's pages, only those that are not there."""
-        path = self.folder / self._names[name]
-        if is_new or not path.exists():
-            self._write_text(name, path, pages)
-        if self._boxes is None:
-            return
-        boxes = boxes_path(path)
-        if is_new or not boxes.exists():
-            _write(boxes, boxes_json(name, pages, self._facts))
+        text, *boxes = self._paths_of(name)
+        if is_new or not text.exists():
+            _write(text, self._text(name, pages))
+            self.num_written += 1
+        for path in boxes:
+            if is_new or not path.exists():
+                _write(path, boxes_json(name, pages, self._facts))
 
-    def _write_text(self, name: str, path: Path, pages: list[PageText]) -> None:
+    def _text(self, name: str, pages: list[PageText]) -> str:
         if self._form == "json":
-            text = as_json(name, pages, self._facts)
-        else:
-            text = as_text(pages, self._form, has_marks=self._has_marks)
-        _write(path, text)
-        self.num_written += 1
+            return as_json(name, pages, self._facts)
+        return as_text(pages, self._form, has_marks=self._has_marks)
 
     def finish(self) -> None:
         self._answers.finish()

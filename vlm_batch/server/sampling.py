@@ -1,4 +1,4 @@
-"""What bodies say of sampling, as fields of ``SamplingParams`` and of ``Ask``."""
+"""Sampling that bodies ask for, as fields of ``SamplingParams`` and of ``Ask``."""
 
 from __future__ import annotations
 
