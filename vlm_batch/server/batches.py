@@ -227,12 +227,10 @@ class Batches:
 
     def _release(self, run: BatchRun) -> None:
         input_id = run.shown["input_file_id"]
-        others = [one for one in self._runs.values() if not one.has_ended]
-        still = [one.id for one in others if one.shown["input_file_id"] == input_id]
-        if still:
-            self._store.used_by[input_id] = still[0]
-        else:
-            self._store.used_by.pop(input_id, None)
+        self._store.used_by.pop(input_id, None)
+        for one in self._runs.values():
+            if not one.has_ended and one.shown["input_file_id"] == input_id:
+                self._store.used_by.setdefault(input_id, one.id)
 
     async def _through_states(self, run: BatchRun) -> None:
         path = self._store.path(run.shown["input_file_id"])

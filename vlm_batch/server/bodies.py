@@ -174,11 +174,11 @@ def _misspelt(found: Sequence[ErrorDetails]) -> dict[str, ErrorDetails]:
         if one["type"] == "missing":
             lacking[str(one["loc"][-1])] = one["loc"][:-1]
     misspelt = {}
-    for one in found if lacking else ():
-        name = str(one["loc"][-1]) if one["loc"] else ""
-        near = difflib.get_close_matches(name, lacking, 1)
-        is_unknown = one["type"] == "extra_forbidden"
-        if near and is_unknown and lacking[near[0]] == one["loc"][:-1]:
+    for one in found:
+        if one["type"] != "extra_forbidden":
+            continue
+        near = difflib.get_close_matches(str(one["loc"][-1]), lacking, 1)
+        if near and lacking[near[0]] == one["loc"][:-1]:
             misspelt[near[0]] = one
     return misspelt
 

@@ -72,9 +72,9 @@ class CallWriter:
         form, grammar = self._form(), _Grammar(self.marks)
         calls = [form.call_of(grammar, tool["function"]) for tool in tools]
         one = grammar.rule(" | ".join(calls))
-        more = (
-            f"({grammar.text(form.between)} {one})*" if several and form.repeats else ""
-        )
+        more = ""
+        if several and form.repeats:
+            more = f"({grammar.text(form.between)} {one})*"
         whole = f"{grammar.text(form.begin)} {one} {more} {grammar.text(form.end)}"
         if is_free:
             words = grammar.rule("/(?s:.*)/")
