@@ -10,7 +10,6 @@ import io
 import json
 import math
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -400,11 +399,10 @@ def _between(chance: random.Random, limits: tuple[int, int]) -> int:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, 95th and 99th percentile, and maximum."""
-    known = sorted(value for value in values if value == value)
-    if not known:
+    known = np.asarray(values, np.float64)
+    known = known[~np.isnan(known)]
+    if not known.size:
         return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-    at = {
-        name: known[max(0, math.ceil(share * len(known)) - 1)]
-        for name, share in (("p95", 0.95), ("p99", 0.99))
-    }
-    return {"p50": statistics.median(known), **at, "max": known[-1]}
+    high, highest = np.quantile(known, (0.95, 0.99), method="inverted_cdf").tolist()
+    median, most = float(np.median(known)), float(known.max())
+    return {"p50": median, "p95": high, "p99": highest, "max": most}

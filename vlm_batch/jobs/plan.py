@@ -220,7 +220,7 @@ class Job:
         """Return settings that resumed runs must share."""
         tables = {}
         for source in self.sources:
-            if source.numbered and not source.is_once:
+            if not source.is_once and source.numbered:
                 tables[source.name] = _fingerprint(source)
         return {
             **self.questions.settings(),

@@ -180,22 +180,19 @@ def open_sink(
 
 def _form_of(target: str, form: str | None) -> str:
     """Return the form that was named, or that the target's suffix says. Raises InvalidJob for one that is not known."""
-    if form is not None and form not in FORMS:
-        raise InvalidJob(
-            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
-        )
-    if form is not None:
-        return form
-    if target == "-":
-        return "jsonl"
-    said = suffix_form(target)
-    if said is None:
+    if form is None:
+        form = "jsonl" if target == "-" else suffix_form(target)
+    if form is None:
         known = ", ".join(filter(None, SUFFIXES))
         raise InvalidJob(
             f"cannot write {target}: {Path(target).suffix.lower()} is no form of output that is known here; {known} are, and "
             "--format says the form of other names"
         )
-    return said
+    if form not in FORMS:
+        raise InvalidJob(
+            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
+        )
+    return form
 
 
 class StandardOutput(Sink):
