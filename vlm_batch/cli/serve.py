@@ -110,9 +110,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     said["served_names"] = tuple(args.served_names)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
     said["proxies"] = (
-        tuple(proxy.strip() for proxy in args.proxies.split(","))
-        if args.proxies
-        else ()
+        tuple(map(str.strip, args.proxies.split(","))) if args.proxies else ()
     )
     limit = args.max_memory_gb  # 0 is no limit
     said["max_memory"] = (
