@@ -212,19 +212,17 @@ class Exchange(ABC):
         yield last
 
     def counts(self) -> Counts:
-        """Count tokens of answers that have ended."""
+        """Count tokens of the answers, which have ended."""
         counts = Counts()
         for choice in self.choices:
-            if choice.result is None:
-                continue
-            usage = choice.result.usage
+            usage = choice.ended.usage
             counts.completion += usage.completion_tokens
             counts.reasoning += choice.reader.reasoning_tokens
             if choice.is_first_of_prompt:
                 counts.prompt += usage.prompt_tokens
                 counts.cached += usage.cached_tokens
                 counts.images += usage.image_tokens
-                counts.pictures += len(choice.result.image_sizes)
+                counts.pictures += len(choice.ended.image_sizes)
         return counts
 
     async def num_prompt_tokens(self) -> int:
