@@ -20,7 +20,7 @@ from vlm_batch.inputs import heif
 from vlm_batch.inputs.chats import says_media
 from vlm_batch.inputs.fetch import is_address
 from vlm_batch.inputs.images import picture_suffixes
-from vlm_batch.jobs.files import kind_of
+from vlm_batch.jobs.files import kind_of, without_query
 from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import Audio, ImageInput, Video
 
@@ -324,17 +324,11 @@ def _text_names_media(value: str, folder: str) -> bool:
         return True
     if len(value) > LONGEST_PATH or "\n" in value:
         return False
-    suffix = os.path.splitext(_without_query(value))[1].lower()
+    suffix = os.path.splitext(without_query(value))[1].lower()
     if suffix not in _media_suffixes():
         return False
     words = value.split()
     return len(words) == 1 or os.path.isfile(located(value, folder))
-
-
-def _without_query(path: str) -> str:
-    if not is_address(path):
-        return path
-    return path.partition("?")[0]
 
 
 @cache

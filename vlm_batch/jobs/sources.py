@@ -33,6 +33,7 @@ from vlm_batch.jobs.files import (
     check_there,
     expanded,
     kind_of,
+    without_query,
 )
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
@@ -283,8 +284,7 @@ def _pages(
 
 def file_columns(path: str) -> Mapping[str, Any]:
     """Return what prompts may name of a file."""
-    bare = path.partition("?")[0] if is_address(path) else path
-    name = os.path.basename(bare)
+    name = os.path.basename(without_query(path))
     return {
         "path": path,
         "name": name,
