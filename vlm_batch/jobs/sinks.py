@@ -29,6 +29,7 @@ from vlm_batch.jobs.lines import (
     linked_file,
     read_answers,
     replacing,
+    writing,
 )
 from vlm_batch.jobs.openai import line_of_answer, record_of_line
 from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
@@ -301,11 +302,9 @@ class AnswerFile(Device):
         journal.write_header(self.path, settings)
 
     def _clear(self) -> None:
-        try:
+        with writing(self.path):
             self._stamps.clear()
             self._clear_answers()
-        except OSError as error:
-            raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
 
     def _clear_answers(self) -> None:
         with contextlib.suppress(FileNotFoundError):
