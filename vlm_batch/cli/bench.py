@@ -104,10 +104,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     if args.json not in (None, "-"):
         check_writable(Path(args.json))
     if args.tune:
-        try:
-            add_figures(args.json, tune.run(args))
-        except tune.CannotTune as error:
-            raise UsageError(str(error)) from error
+        add_figures(args.json, tune.run(args))
         return 0
     try:
         load, server = load_of(args), None if args.url is None else server_of(args)

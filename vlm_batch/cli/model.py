@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,17 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
         from vlm_batch.batcher import VLMBatcher
 
     options = said_options(args)
-    try:
+    with in_one_line(f"cannot load the model {model}"):
         return VLMBatcher(str(place), max_rows=args.batch, **options)
+
+
+@contextmanager
+def in_one_line(said: str) -> Iterator[None]:
+    """Raise UsageError for whatever a loader or a model's files raise: users need one line of it."""
+    try:
+        yield
     except Exception as error:
-        # whatever the loader raises, the user needs one line of it
-        raise UsageError(
-            f"cannot load the model {model}: {type(error).__name__}: {error}"
-        ) from error
+        raise UsageError(f"{said}: {type(error).__name__}: {error}") from error
 
 
 def place_of(model: str) -> Path | str:

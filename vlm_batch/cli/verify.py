@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import AUDIO_SUFFIXES, default_checkpoint, sample_images
-from vlm_batch.cli.model import OpenBatcher, UsageError, place_of
+from vlm_batch.cli.model import OpenBatcher, UsageError, in_one_line, place_of
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.types import Request
@@ -131,15 +131,11 @@ def _run_prompts(args: argparse.Namespace) -> int:
 
     name = args.model or str(default_checkpoint())
     place = place_of(name)
-    try:
+    with in_one_line(f"cannot read the folder {name}"):
         path = place if isinstance(place, Path) else find_checkpoint(place)
-        folder = Folder(path)
-        found = verify_prompts(folder, name=args.model or "the embedded checkpoint")
-    except Exception as error:
-        # whatever a processor's files raise, the user needs one line of it
-        raise UsageError(
-            f"cannot read the folder {name}: {type(error).__name__}: {error}"
-        ) from error
+        found = verify_prompts(
+            Folder(path), name=args.model or "the embedded checkpoint"
+        )
     print(found.text(), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     return _status(args.json, [found])
 
@@ -184,15 +180,10 @@ def _verified(
     called = args.model or "the embedded checkpoint"
     asked = ((args.dtype, None),) if args.model else PRECISIONS
     for dtype, bits in asked:
-        try:
+        with in_one_line(f"cannot load the model {name}"):
             model, processor = load_model(
                 place, dtype=dtype, trust_remote_code=args.trust_remote_code
             )
-        except Exception as error:
-            # whatever the loader raises, the user needs one line of it
-            raise UsageError(
-                f"cannot load the model {name}: {type(error).__name__}: {error}"
-            ) from error
         if bits is not None and not quantised(model, bits):
             continue
         taken = requests
