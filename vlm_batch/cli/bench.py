@@ -16,7 +16,13 @@ from rich.table import Column, Table
 from vlm_batch.cli import tune
 from vlm_batch.cli.console import open_console
 from vlm_batch.cli.load import PRESETS, BenchedServer, Load, Local, Report, measure
-from vlm_batch.cli.model import OpenBatcher, UsageError, add_model, add_speed, at_least
+from vlm_batch.cli.model import (
+    OpenBatcher,
+    add_model,
+    add_speed,
+    at_least,
+    checked,
+)
 from vlm_batch.jobs.journal import check_writable
 from vlm_batch.jobs.lines import LineFile, encoded
 
@@ -106,10 +112,8 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     if args.tune:
         add_figures(args.json, tune.run(args))
         return 0
-    try:
+    with checked():
         load, server = load_of(args), None if args.url is None else server_of(args)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if server is not None:
         report = measure(server, load)
     else:

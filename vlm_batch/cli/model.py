@@ -70,6 +70,15 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
 
 
 @contextmanager
+def checked() -> Iterator[None]:
+    """Raise UsageError for values that settings refuse."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
 def in_one_line(said: str) -> Iterator[None]:
     """Raise UsageError for whatever a loader or a model's files raise: users need one line of it."""
     try:
@@ -108,14 +117,12 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
         "kv": KVQuantisation,
         "policy": dict,
     }
-    try:
+    with checked():
         return said[None] | {
             record: kind(**said[record])
             for record, kind in kinds.items()
             if said[record]
         }
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def add_model(
