@@ -6,10 +6,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_batch.errors import InvalidParameters, InvalidPrompt
 from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.config import RECOMMENDED, ServerConfig
-from vlm_batch.server.errors import ApiError, refusal
+from vlm_batch.server.errors import ApiError, refusing
 from vlm_batch.server.wire import ANY
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
@@ -181,10 +180,8 @@ def params_of(
         params["grammar"] = grammar
     if params.get("max_tokens") in (None, NO_LIMIT):
         params["max_tokens"] = config.default_max_tokens
-    try:
+    with refusing():
         return SamplingParams(**params)
-    except InvalidParameters as error:
-        raise refusal(error) from error
 
 
 # Thinking and templates ------------------------------------------------------------------------------------------------
@@ -205,12 +202,10 @@ def _template(
     if not able.thinks and "reasoning_effort" not in able.reads:
         given.pop("reasoning_effort", None)
     escapes = config.escape_special_tokens
-    try:
+    with refusing():
         return Template(
             tools=tools or None, args=args, escape_special_tokens=escapes, **given
         )
-    except InvalidPrompt as error:
-        raise refusal(error) from error
 
 
 def _without_no_thinking(

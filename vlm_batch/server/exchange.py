@@ -198,18 +198,20 @@ class Exchange(ABC):
                     if said := self.told(choice, delta):
                         yield said
             last = self.last()
-        except ApiError as error:
+        except Exception as error:
             if not has_begun:
                 raise
-            self.entry.said["error"] = error.reason
-            last = self.failed(error)
-        except Exception:
-            if not has_begun:
-                raise
-            logger.exception("request %s ended in its middle", self.entry.request_id)
-            why = "the server failed in the middle of this answer"
-            last = self.failed(ApiError(500, why))
+            last = self.failed(self._said_in_stream(error))
         yield last
+
+    def _said_in_stream(self, error: Exception) -> ApiError:
+        """Log an error after the first event; return what the client hears of it."""
+        if isinstance(error, ApiError):
+            self.entry.said["error"] = error.reason
+            return error
+        name = self.entry.request_id
+        logger.error("request %s ended in its middle", name, exc_info=error)
+        return ApiError(500, "the server failed in the middle of this answer")
 
     def counts(self) -> Counts:
         """Count tokens of the answers, which have ended."""

@@ -10,7 +10,6 @@ from typing import Any
 from vlm_batch.inputs.fetch import (
     Cancelled,
     FetchPolicy,
-    OperationCancelled,
     Unreadable,
     fetch,
     is_data_uri,
@@ -24,6 +23,7 @@ from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.conversation import parts_of
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.pages import DOCUMENT, num_page_bytes, pages_of
+from vlm_batch.server.streams import finished
 
 #: Downloads and file reads at a time.
 NUM_READERS = 8
@@ -85,7 +85,7 @@ class MediaReader:
             reading = self._readers.submit(
                 partial(stored, name), cancelled, client=client
             )
-            contents[name] = await asyncio.shield(asyncio.wrap_future(reading))
+            contents[name] = await finished(reading)
             hold(len(contents[name]))
         return [_filled(message, contents) for message in messages]
 
@@ -130,7 +130,7 @@ class MediaReader:
         source = await self._payload(part, name, cancelled, hold, client)
         read = partial(_pages_of, source, name, self._config.max_images, cancelled)
         reading = self._readers.submit(read, cancelled, client=client)
-        return await asyncio.shield(asyncio.wrap_future(reading))
+        return await finished(reading)
 
     async def _payloads(
         self,
@@ -171,7 +171,7 @@ class MediaReader:
             # beside the event loop: it may have 60 MB
             decode = partial(_of_base64, source, name)
             decoding = self._readers.submit(decode, cancelled, client=client)
-            return await asyncio.shield(asyncio.wrap_future(decoding))
+            return await finished(decoding)
         self._check_source(is_address, name)
         data = await self._fetch(source, name, cancelled, client)
         hold(len(data))
@@ -198,9 +198,7 @@ class MediaReader:
             client=client,
         )
         try:
-            return (await asyncio.shield(asyncio.wrap_future(reading))).data
-        except OperationCancelled:
-            raise asyncio.CancelledError from None
+            return (await finished(reading)).data
         except Unreadable as error:
             # Why it could not be read would tell a stranger what there is in this machine's network and folders.
             what = "URL cannot be fetched" if is_url(source) else "file cannot be read"
