@@ -65,22 +65,27 @@ def locked(output: Path) -> Iterator[None]:
     """Lock an output's file, by whatever links. Raises InvalidJob if another process has it."""
     output = linked_file(output)
     lock = filelock.FileLock(output.with_name(f"{output.name}.lock"), timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        try:  # filelock raises Timeout for a read-only folder, too
+    with _writable(output):
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            # filelock raises Timeout for a read-only folder, too
             os.close(os.open(lock.lock_file, os.O_CREAT))
-        except OSError as error:
-            raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
-        raise _taken(output) from None
-    except OSError as error:
-        raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
+            raise _taken(output) from None
     try:
         with _locked_itself(output):
             yield
     finally:
         # keeps the file: a process that has just opened it would lock a deleted one
         lock.release()
+
+
+@contextlib.contextmanager
+def _writable(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
