@@ -207,14 +207,14 @@ def _add_parameter(group: argparse._ArgumentGroup, one: Declared) -> None:
     )
     if isinstance(one.check, TrueOrFalse):
         add(action=argparse.BooleanOptionalAction)
-    elif isinstance(one.check, WholeNumber):
-        add(type=int, metavar=flag.metavar)
-    elif isinstance(one.check, RealNumber):
-        add(type=float, metavar=flag.metavar)
-    elif flag.is_repeated:
-        add(action="append", metavar=flag.metavar)
-    else:
-        add(metavar=flag.metavar)
+        return
+    kind = _NUMBERS.get(type(one.check), str)
+    action = "append" if flag.is_repeated else "store"
+    add(type=kind, action=action, metavar=flag.metavar)
+
+
+#: Checks of numbers -> how their flags are parsed.
+_NUMBERS: Mapping[type, type] = {WholeNumber: int, RealNumber: float}
 
 
 def said_sampling(args: argparse.Namespace) -> dict[str, Any]:
