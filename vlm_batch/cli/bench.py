@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich import box
 from rich.table import Column, Table
 
 from vlm_batch.cli import tune
-from vlm_batch.cli.console import open_console
+from vlm_batch.cli.console import beside, open_console
 from vlm_batch.cli.load import PRESETS, BenchedServer, Load, Local, Report, measure
 from vlm_batch.cli.model import (
     OpenBatcher,
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
                 Local(cast("VLMBatcher", batcher), args.model or "the embedded model"),
                 load,
             )
-    show(report, sys.stderr if args.json == "-" else sys.stdout)
+    show(report, beside(args.json))
     if args.plot is not None:
         plot(report, Path(args.plot))
     add_figures(args.json, report.figures())

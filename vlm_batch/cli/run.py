@@ -12,6 +12,7 @@ from typing import Any
 
 from vlm_batch.assets import is_sample, sample_images, sample_model
 from vlm_batch.cli.cluster import open_cluster
+from vlm_batch.cli.console import beside
 from vlm_batch.cli.dry_run import show_dry_run
 from vlm_batch.cli.ending import Signals
 from vlm_batch.cli.job import (
@@ -209,7 +210,7 @@ def _answer(
         is_kept=is_kept,
     )
     view = JobView(
-        table_to=sys.stderr if target == "-" else sys.stdout,
+        table_to=beside(target),
         quiet=args.quiet,
         verbose=args.verbose,
         says_prompt=bool(args.prompt or args.prompt_file),

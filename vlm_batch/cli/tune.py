@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Column, Table
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.console import open_console
+from vlm_batch.cli.console import beside, open_console
 from vlm_batch.cli.model import in_one_line, said_options
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.types import Request
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from vlm_batch.loading import adapt, load_model
     from vlm_batch.runtime.device import device
 
-    out = sys.stderr if args.json == "-" else sys.stdout
+    out = beside(args.json)
     kv = said_options(args).get("kv")
     with in_one_line("cannot measure the model"):
         model, processor = load_model(

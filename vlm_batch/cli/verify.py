@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import AUDIO_SUFFIXES, default_checkpoint, sample_images
+from vlm_batch.cli.console import beside
 from vlm_batch.cli.model import OpenBatcher, UsageError, in_one_line, place_of
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.inputs.images import picture_suffixes
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     ]
     requests += [Request(prompt=text) for text in TEXTS]
     found: list[Verification] = []
-    table = sys.stderr if args.json == "-" else sys.stdout
+    table = beside(args.json)
     for one in _verified(args, requests):
         print(("\n" if found else "") + one.text(), file=table, flush=True)
         found.append(one)
@@ -136,7 +137,7 @@ def _run_prompts(args: argparse.Namespace) -> int:
         found = verify_prompts(
             Folder(path), name=args.model or "the embedded checkpoint"
         )
-    print(found.text(), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
+    print(found.text(), file=beside(args.json), flush=True)
     return _status(args.json, [found])
 
 
