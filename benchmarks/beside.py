@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.servers import running, servers, widened
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.bench import BenchedServer, Load, Local, TimedAnswer
+from vlm_batch.cli.load import BenchedServer, Load, Local, TimedAnswer
 from vlm_batch.types import Request
 
 #: Clients of the batcher, and keys of the server's: the chat's and the bulk's.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.servers --rounds 3 --out build/servers
 
-Every server is a process of its own on 127.0.0.1; the load comes from this one (``vlm_batch.cli.bench``). Also measured:
+Every server is a process of its own on 127.0.0.1; the load comes from this one (``vlm_batch.cli.load``). Also measured:
 mlx-vlm's server with this library's engine under it, and the batcher without a server. On a Linux CPU all of them multiply
 by OpenBLAS on as many threads as ``vlm-batch serve`` gives it; ``--as-installed`` leaves mlx-vlm's server what MLX brings.
 Wants a machine on which nothing else runs. The last line is JSON.
@@ -28,8 +28,7 @@ from typing import Any
 
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli import bench
-from vlm_batch.cli.bench import Load, Report
+from vlm_batch.cli.load import BenchedServer, Load, Local, Report, measure
 from vlm_batch.runtime import blas
 
 START_SECONDS = 300.0
@@ -118,7 +117,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 def in_process(model: str, some: Load, rows: int) -> Report:
     """The same load on a batcher without a server: what the server's own cost is measured against."""
     with VLMBatcher(model, max_rows=rows) as batcher:
-        return bench.measure(bench.Local(batcher), replace(some, check=0))
+        return measure(Local(batcher), replace(some, check=0))
 
 
 def tiny(folder: Path) -> Path:
@@ -186,7 +185,7 @@ def compare(
     for number in range(rounds):
         for name, command in servers(model, rows, as_installed).items():
             with running(command, log) as url:
-                report = bench.measure(bench.BenchedServer(url, model), some)
+                report = measure(BenchedServer(url, model), some)
             found.setdefault(name, []).append(report.figures())
             _say(number, name, found[name][-1])
         found.setdefault("in process", []).append(

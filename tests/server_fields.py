@@ -11,7 +11,8 @@ from openai.types.chat.completion_create_params import (
 
 from vlm_batch.server.doors.chat import ChatRequest
 from vlm_batch.server.doors.completions import CompletionRequest
-from vlm_batch.server.openai import REFUSED, Common
+from vlm_batch.server.sampled import Common
+from vlm_batch.server.unserved import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "server-fields.md"
 HEAD = "| field | a chat's for | `/v1/chat/completions` | `/v1/completions` | why |\n| --- | --- | --- | --- | --- |\n"

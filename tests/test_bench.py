@@ -25,7 +25,7 @@ from benchmarks.compare.workloads import WORKLOADS, Workload, make_workload
 from vlm_batch import VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
-from vlm_batch.cli import bench
+from vlm_batch.cli import bench, load
 from vlm_batch.cli import main as cli
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.shapes import FreeShapes
@@ -512,11 +512,11 @@ def test_compare_in_processes_of_their_own(
 
 
 def test_bench_reports_every_request() -> None:
-    load = bench.Load(
+    some = load.Load(
         requests=5, rate=0.0, prompt_words=(2, 8), answer_tokens=(2, 6), check=2
     )
     with VLMBatcher(str(default_checkpoint())) as batcher:
-        found = bench.measure(bench.Local(batcher), load)
+        found = load.measure(load.Local(batcher), some)
     figures = found.figures()
     assert (
         figures["failed"] == 0 and figures["requests"] == 5 and figures["pictures"] == 2

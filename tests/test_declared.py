@@ -16,7 +16,7 @@ from vlm_batch.jobs.questions import PARAMETERS, Questions, merged
 from vlm_batch.jobs.rows import InvalidJob
 from vlm_batch.parameters import RealNumber, TrueOrFalse, WholeNumber
 from vlm_batch.server.fields import ALIASES, SAMPLING
-from vlm_batch.server.openai import Common
+from vlm_batch.server.sampled import Common
 from vlm_batch.types import FORMS, SAMPLING_PARAMETERS
 
 #: A value of each parameter that differs from its default.

@@ -14,7 +14,14 @@ import pytest
 from tests.serving import Running, serving
 from vlm_batch.cli import bench
 from vlm_batch.cli import main as cli
-from vlm_batch.cli.bench import BenchedServer, Load, Report, TimedAnswer
+from vlm_batch.cli.load import (
+    BenchedServer,
+    Load,
+    Report,
+    TimedAnswer,
+    measure,
+    spread,
+)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +134,7 @@ def test_arrivals_by_chance(server: Running, tmp_path: Path) -> None:
         prompt_words=(4, 4),
         answer_tokens=(4, 4),
     )
-    report = bench.measure(BenchedServer(f"{server.url}/v1", "qwen2_vl"), some)
+    report = measure(BenchedServer(f"{server.url}/v1", "qwen2_vl"), some)
     found = report.figures()
     assert found["failed"] == 0
     assert found["arrivals_per_s"] == 200.0
@@ -237,8 +244,8 @@ def test_usage_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_percentiles() -> None:
-    assert bench.spread([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-    assert bench.spread([float(n) for n in range(1, 101)]) == {
+    assert spread([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
+    assert spread([float(n) for n in range(1, 101)]) == {
         "p50": 50.5,
         "p95": 95.0,
         "p99": 99.0,

@@ -280,8 +280,7 @@ def test_the_page_lists_what_publishers_ask() -> None:
 
 def test_publishers_are_found_by_names_paths_and_types() -> None:
     def named(model: str, model_type: str | None = None) -> str:
-        found = publisher_of(model, model_type)
-        return "" if found is None else found.models[0]
+        return next(iter(publisher_of(model, model_type).models), "")
 
     assert named("mlx-community/DeepSeek-OCR-8bit") == "deepseekocr"
     assert named("/x/hub/models--allenai--olmOCR-2-7B-1025/snapshots/9f3a") == "olmocr"

@@ -36,7 +36,7 @@ from vlm_batch.server.config import InvalidConfig, Key, ServerConfig, read_keys
 from vlm_batch.server.doors.chat import ChatRequest
 from vlm_batch.server.doors.chat_messages import wire_messages
 from vlm_batch.server.doors.completions import CompletionRequest
-from vlm_batch.server.openai import Common
+from vlm_batch.server.sampled import Common
 
 ACCESS = "vlm_batch.server.access"
 DESCRIBED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import unicodedata
 from typing import TextIO
 
@@ -23,6 +24,11 @@ def plain_text(text: str, most: int | None = None) -> str:
         c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}"
         for c in spelled(text)
     )
+
+
+def beside(target: str | None) -> TextIO:
+    """Return where tables go: to standard error, if a program reads what is written to standard output (-)."""
+    return sys.stderr if target == "-" else sys.stdout
 
 
 def open_console(file: TextIO) -> Console:

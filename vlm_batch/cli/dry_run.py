@@ -25,13 +25,11 @@ from vlm_batch.cli.watching import (
     spell_memory,
     spell_seconds,
 )
-from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import Ids, count_of
 from vlm_batch.jobs.runner import Batcher, Counting, OpenBatcher, make_request
-from vlm_batch.jobs.sources import Files
-from vlm_batch.types import Request, Result
+from vlm_batch.types import Request, Result, Stats
 
 #: Rows shown, and most characters of a shown prompt.
 DRY_ROWS = 8
@@ -78,6 +76,13 @@ class MeasuredPace:
             )
         )
 
+    def is_enough(self, waited: float, last: float) -> bool:
+        """Whether enough rows have ended, of those that were handed out, or it has taken long enough."""
+        if 2 * self.ended < self.handed:
+            return False
+        is_late = max(waited, last) > MOST_SECONDS
+        return is_late or self.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
+
     def seconds_a_row(self) -> float:
         """Return seconds per further row."""
         # Short answers end first, so the mean length needs the tokens of unfinished rows, too.
@@ -90,9 +95,9 @@ class MeasuredPace:
         end = self.marks[-1][0]
         begin = self.marks[max(0, first)][0]
         before = done[max(0, first)]
-        if (
-            first < 0 or end - begin < end / 4 or done[-1] <= before
-        ):  # rows of one length end together: the first count, too
+        is_short = first < 0 or end - begin < end / 4
+        if is_short or done[-1] <= before:
+            # rows of one length end together: the first count, too
             begin = before = 0.0
         share = 1 - self.failed / max(1, self.handed)
         return (end - begin) / max(1.0, done[-1] - before) * share
@@ -111,10 +116,7 @@ def show_dry_run(
         console.print("no row among the first can be asked")
         return 1
     num_shown = len(shown)
-    rest: Iterator[Item] = itertools.chain(list(shown.values()), items)
-    # in the order in which the job asks them
-    if all(isinstance(source, Files) for source in job.sources):
-        rest = by_size(rest)
+    rest = job.ordered(itertools.chain(list(shown.values()), items))
     pace, results = MeasuredPace(), list[Result]()
     with _Progress() as progress, open_batcher() as batcher:
         since, last = time.monotonic(), 0.0
@@ -122,18 +124,9 @@ def show_dry_run(
         while True:
             waited = time.monotonic() - since
             progress.show(pace, waited)
-            has_enough = (
-                max(waited, last) > MOST_SECONDS
-                or pace.answered >= 2 * DRY_ROWS + ENOUGH_ROWS
-            )
-            if (
-                has_enough
-                and len(results) == len(shown)
-                and 2 * pace.ended >= pace.handed
-            ):
+            has_shown = len(results) == len(shown)
+            if waited > LONGEST_SECONDS or (has_shown and pace.is_enough(waited, last)):
                 break  # and the others are cancelled
-            if waited > LONGEST_SECONDS:
-                break
             try:
                 one = found.get(timeout=LOOK_SECONDS)
             except queue.Empty:
@@ -144,7 +137,8 @@ def show_dry_run(
                 raise one
             last = one.seconds
             pace.add(one.result, one.seconds, one.generated)
-            results += [one.result] if one.result.request_id in shown else []
+            if one.result.request_id in shown:
+                results.append(one.result)
         pace.is_over = True
         progress.stop()
         results.sort(key=lambda result: shown[result.request_id].number)
@@ -154,26 +148,17 @@ def show_dry_run(
             console.print(
                 f"{missing} of the first rows had not ended after {spell_seconds(LONGEST_SECONDS)}"
             )
-        kept = (
-            batcher.stats().cache_bytes
-            if isinstance(batcher, Counting)
-            else cache_bytes
-        )
-    _show_estimate(
-        console,
-        None if plan.total is None else plan.total - plan.wrong.counts.total(),
-        pace,
-    )
+        stats = _stats_of(batcher)
+    num_rows = None if plan.total is None else plan.total - plan.wrong.counts.total()
+    _show_estimate(console, num_rows, pace)
+    kept = cache_bytes if stats is None else stats.cache_bytes
     more = max(0, cache_bytes - kept) / 1e9
     console.print(
         f"memory: {spell_memory()} so far; with what is kept for later rows at its most (--cache-bytes), {more:.1f} GB more",
         soft_wrap=True,
     )
-    return (
-        0
-        if results and len(shown) == num_shown and all(result.ok for result in results)
-        else 1
-    )
+    are_right = bool(results) and all(result.ok for result in results)
+    return 0 if are_right and len(shown) == num_shown else 1
 
 
 @dataclass(frozen=True)
@@ -204,11 +189,8 @@ def _asked(
     def ask() -> None:
         try:
             for result in batcher.as_completed(requests):
-                generated = (
-                    batcher.stats().generated_tokens
-                    if isinstance(batcher, Counting)
-                    else None
-                )
+                stats = _stats_of(batcher)
+                generated = None if stats is None else stats.generated_tokens
                 tell(_Ended(result, time.perf_counter() - began, generated))
             tell(None)
         except BaseException as error:
@@ -216,6 +198,10 @@ def _asked(
 
     threading.Thread(target=ask, name="dry run", daemon=True).start()
     return found
+
+
+def _stats_of(batcher: Batcher) -> Stats | None:
+    return batcher.stats() if isinstance(batcher, Counting) else None
 
 
 class _Progress:
@@ -300,11 +286,8 @@ def _show_asked(console: Console, item: Item, result: Result, batcher: object) -
         messages = item.messages or ({"role": "user", "content": item.prompt},)
         rendered = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
     lines = rendered[:MAX_PROMPT].rstrip("\n").split("\n")
-    lines += (
-        [f"... and {len(rendered) - MAX_PROMPT:,} characters more"]
-        if len(rendered) > MAX_PROMPT
-        else []
-    )
+    if len(rendered) > MAX_PROMPT:
+        lines.append(f"... and {len(rendered) - MAX_PROMPT:,} characters more")
     for line in lines:
         console.print(Text(plain_text(f"  | {line}")), soft_wrap=True)
     sizes = [f"{width}x{height}" for width, height in result.image_sizes]

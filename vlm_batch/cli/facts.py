@@ -6,9 +6,10 @@ Sources: the registry, ``data/parity.json`` (by ``scripts/parity_table``) and ``
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, TextIO
 
@@ -27,6 +28,8 @@ PREFIX_REUSE, QUANTISED_KV = "prefix_hits", "kv_8_bits"
 NOT_RECORDED = "not recorded yet"
 UNKNOWN = "?"
 TAKES = "it takes"
+#: What families take whose requests have fewer than two pictures.
+FEWER = {"none": "text only", "one": "one picture a request"}
 
 #: Scenario -> the largest difference of log-probabilities, or why there is none.
 Cells = Mapping[str, float | str]
@@ -40,13 +43,9 @@ class FamilyFacts:
     models: Mapping[str, Cells]
     scenarios: tuple[str, ...]
 
-    def cell(self, *scenarios: str) -> float | str:
+    def cell(self, scenario: str) -> float | str:
         """Return the largest difference, or why there is none."""
-        found = [
-            self._cell(model, scenario)
-            for model in self.models.values()
-            for scenario in scenarios
-        ]
+        found = [self._cell(model, scenario) for model in self.models.values()]
         numbers = [one for one in found if isinstance(one, float)]
         reasons = [one for one in found if isinstance(one, str)]
         if NOT_RECORDED in reasons or not found:
@@ -54,37 +53,26 @@ class FamilyFacts:
         return max(numbers) if numbers else reasons[0]
 
     def _cell(self, model: Cells, scenario: str) -> float | str:
-        if scenario in dict(self.spec.known_gaps):
-            return f"known gap: {dict(self.spec.known_gaps)[scenario]}"
-        if scenario == TWO_IMAGES and not self.spec.multi_image:
-            return (
-                f"{TAKES} one picture a request"
-                if self.spec.images
-                else f"{TAKES} text only"
-            )
-        for word, is_taken in (
-            ("video", self.spec.video),
-            ("recording", self.spec.audio),
-        ):
+        gaps = dict(self.spec.known_gaps)
+        if scenario in gaps:
+            return f"known gap: {gaps[scenario]}"
+        if scenario == TWO_IMAGES and self.pictures in FEWER:
+            return f"{TAKES} {FEWER[self.pictures]}"
+        taken = {"video": self.spec.video, "recording": self.spec.audio}
+        for word, is_taken in taken.items():
             if word in scenario and not is_taken:
                 return f"{TAKES} no {word}"
         return model.get(scenario, NOT_RECORDED)
 
-    @property
+    @cached_property
     def verified(self) -> dict[str, float]:
-        return {
-            name: cell
-            for name in self.scenarios
-            if isinstance(cell := self.cell(name), float)
-        }
+        cells = ((name, self.cell(name)) for name in self.scenarios)
+        return {name: cell for name, cell in cells if isinstance(cell, float)}
 
-    @property
+    @cached_property
     def unverified(self) -> dict[str, str]:
-        return {
-            name: cell
-            for name in self.scenarios
-            if isinstance(cell := self.cell(name), str)
-        }
+        cells = ((name, self.cell(name)) for name in self.scenarios)
+        return {name: cell for name, cell in cells if isinstance(cell, str)}
 
     @property
     def explained(self) -> dict[str, str]:
@@ -109,13 +97,9 @@ class FamilyFacts:
 
     @property
     def pictures(self) -> str:
-        return (
-            "none"
-            if not self.spec.images
-            else "several"
-            if self.spec.multi_image
-            else "one"
-        )
+        if not self.spec.images:
+            return "none"
+        return "several" if self.spec.multi_image else "one"
 
     @property
     def upstream(self) -> str:
@@ -160,16 +144,10 @@ def facts_of(
     record: Mapping[str, Any], specs: Sequence[ModelSpec]
 ) -> tuple[FamilyFacts, ...]:
     models: Mapping[str, Cells] = record["models"]
-    scenarios = tuple(
-        sorted({scenario for cells in models.values() for scenario in cells})
-    )
-    family_of = {name: record["variants"].get(name, name) for name in models}
-    own = {
-        spec.family: {
-            name: models[name] for name in models if family_of[name] == spec.family
-        }
-        for spec in specs
-    }
+    scenarios = tuple(sorted(set[str]().union(*models.values())))
+    own: dict[str, dict[str, Cells]] = defaultdict(dict)
+    for name, cells in models.items():
+        own[record["variants"].get(name, name)][name] = cells
     return tuple(FamilyFacts(spec, own[spec.family], scenarios) for spec in specs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,51 +71,79 @@ def measure(
     """
     clock = _StepClock(time.perf_counter() + seconds)
     remember_features(adapter, FeatureStore(ByteBudget(0)))
-    context = _most(adapter, CONTEXT + MOST_ROWS) - MOST_ROWS
     trial = Trial(adapter, kv, FreeShapes())
-    decode: dict[str, dict[int, float]] = {}
-    if adapter.spec.max_rows != 1 and context > 8:
-        say("decode steps")
-        rows = [
-            trial.row(max(2, context * part // LENGTHS))
-            for part in range(1, LENGTHS + 1)
-        ]
-        for layout in Placement:
-            step = partial(_step, Trial(adapter, kv, FreeShapes(layout)), rows)
-            decode[layout.value] = _climb(clock, _rows(adapter), step)
+    decode = _decode(trial, clock, say)
     say("prompts in chunks")
     prompt = trial.prompt(max(2, _most(adapter, PROMPT + 8) - 8))
-    sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
-    if not adapter.spec.chunked_prefill or prompt.atomic:
-        sizes = []
-    chunks = {
-        size: clock.timed(partial(_in_chunks, trial, prompt, size)) for size in sizes
-    }
-    prompts: dict[int, float] = {}
-    if adapter.is_causal and can_share(adapter.make_cache(kv)):
-        say("prompts in one array")
-        short = trial.prompt(min(SHORT, prompt.length))
-        prompts = _climb(
-            clock, TOGETHER, lambda n: lambda: _wait(*trial.prefilled([short] * n)[:2])
-        )
-    found: dict[int, float] = {}
+    chunks = _chunks(trial, prompt, clock)
+    prompts = _prompts(trial, min(SHORT, prompt.length), clock, say)
+    looked: dict[int, float] = {}
     if pictures:
         say("pictures in one call")
-        found = _climb(
-            clock,
-            [n for n in TOGETHER if n <= len(pictures)],
-            lambda n: lambda: _looked(adapter, pictures[:n]),
+        together = [number for number in TOGETHER if number <= len(pictures)]
+        looked = _climb(
+            clock, together, lambda n: lambda: _looked(adapter, pictures[:n])
         )
     return Measured(
         decode,
-        {
-            size: spent / prompt.length
-            for size, spent in chunks.items()
-            if spent is not None
-        },
-        {n: spent / n for n, spent in prompts.items()},
-        {n: spent / n for n, spent in found.items()},
+        {size: spent / prompt.length for size, spent in chunks.items()},
+        _each(prompts),
+        _each(looked),
     )
+
+
+def _decode(
+    trial: Trial, clock: _StepClock, say: Progress
+) -> dict[str, dict[int, float]]:
+    """Return seconds of a step, by layout and rows; none of a family that decodes one row, or has no room."""
+    adapter = trial.adapter
+    context = _most(adapter, CONTEXT + MOST_ROWS) - MOST_ROWS
+    if adapter.spec.max_rows == 1 or context <= 8:
+        return {}
+    say("decode steps")
+    parts = range(1, LENGTHS + 1)
+    rows = [trial.row(max(2, context * part // LENGTHS)) for part in parts]
+    found = {}
+    for layout in Placement:
+        step = partial(_step, Trial(adapter, trial.kv, FreeShapes(layout)), rows)
+        found[layout.value] = _climb(clock, _rows(adapter), step)
+    return found
+
+
+def _chunks(trial: Trial, prompt: Encoded, clock: _StepClock) -> dict[int, float]:
+    """Return seconds of a whole prompt, by the length of its chunks; none where it may not be cut."""
+    if not trial.adapter.spec.chunked_prefill or prompt.atomic:
+        return {}
+    sizes = [size for size in CHUNKS if size < prompt.length] or [prompt.length]
+
+    def make(size: int) -> Callable[[], None]:
+        return partial(_in_chunks, trial, prompt, size)
+
+    found = {}
+    for size in sizes:
+        spent = clock.timed(make, size)
+        if spent is not None:
+            found[size] = spent
+    return found
+
+
+def _prompts(
+    trial: Trial, length: int, clock: _StepClock, say: Progress
+) -> dict[int, float]:
+    """Return seconds of prompts in one array, by their number; none where they cannot share one."""
+    adapter = trial.adapter
+    if not adapter.is_causal or not can_share(adapter.make_cache(trial.kv)):
+        return {}
+    say("prompts in one array")
+    short = trial.prompt(length)
+    return _climb(
+        clock, TOGETHER, lambda n: lambda: _wait(*trial.prefilled([short] * n)[:2])
+    )
+
+
+def _each(spent: Mapping[int, float]) -> dict[int, float]:
+    """Return seconds for one, of seconds by number."""
+    return {number: seconds / number for number, seconds in spent.items()}
 
 
 class _StepClock:
@@ -125,10 +154,13 @@ class _StepClock:
     def is_late(self) -> bool:
         return time.perf_counter() > self._ends
 
-    def timed(self, work: Callable[[], Any], runs: int = RUNS) -> float | None:
-        """Return the median time after one warm-up."""
+    def timed(
+        self, make: Callable[[int], Callable[[], Any]], count: int, runs: int = RUNS
+    ) -> float | None:
+        """Return the median time of what is made of a count, after one warm-up; None if it is too late to begin."""
         if self.is_late:
             return None
+        work = make(count)
         work()
         taken = []
         for _ in range(runs):
@@ -143,32 +175,28 @@ def _climb(
 ) -> dict[int, float]:
     """Return seconds by ascending count, until sharing fails to pay twice in a row."""
     found: dict[int, float] = {}
-    worse = 0
+    worse, best = 0, math.inf
     for count in counts:
-        spent = None if clock.is_late else clock.timed(make(count), STEPS)
+        spent = clock.timed(make, count, STEPS)
         if spent is None:
             break
-        best = min((taken / n for n, taken in found.items()), default=None)
         found[count] = spent
-        worse = worse + 1 if best is not None and spent / count > best else 0
+        worse = worse + 1 if spent / count > best else 0
+        best = min(best, spent / count)
         if worse == 2:
             break
     return found
 
 
 def _rows(adapter: Adapter) -> list[int]:
-    most = (
-        MOST_ROWS
-        if adapter.spec.max_rows is None
-        else min(MOST_ROWS, adapter.spec.max_rows)
-    )
+    most = min(MOST_ROWS, adapter.spec.max_rows or MOST_ROWS)
     return [rows for rows in LADDER if rows <= most]
 
 
 def _most(adapter: Adapter, tokens: int) -> int:
-    return (
-        tokens if adapter.max_context is None else min(tokens, adapter.max_context - 1)
-    )
+    if adapter.max_context is None:
+        return tokens
+    return min(tokens, adapter.max_context - 1)
 
 
 def _step(trial: Trial, rows: Sequence[TrialRow], count: int) -> Callable[[], None]:
@@ -203,33 +231,14 @@ def settings_of(measured: Measured, policy: Policy | None = None) -> dict[str, A
     cheapest.
     """
     policy = policy or policy_of({})
-    found: dict[str, Any] = {}
-    rows = {
-        layout: _pays(times, policy.token_gap)
-        for layout, times in measured.decode.items()
-        if times
-    }
-    if rows:
-        shares = {
-            layout: measured.decode[layout][most] / most
-            for layout, most in rows.items()
-        }
-        placement = min(shares, key=lambda layout: shares[layout])
-        if policy.placement in shares and shares[policy.placement] <= shares[
-            placement
-        ] * (1 + 2 * MARGIN):
-            placement = policy.placement
-        found |= {
-            "placement": placement,
-            "first_rows": rows[placement],
-            "most_rows": rows[placement],
-        }
+    found = _layout(measured.decode, policy)
     if len(measured.chunks) > 1:
-        longest = max(_cheap(measured.chunks))
+        cheap = _cheap(measured.chunks)
+        longest = max(cheap)
         budget = longest * max(1, policy.idle_budget // policy.max_chunk)
         found |= {
             "max_chunk": longest,
-            "smallest_chunk": min(_cheap(measured.chunks)),
+            "smallest_chunk": min(cheap),
             "idle_budget": budget,
         }
     if measured.prompts:
@@ -237,6 +246,25 @@ def settings_of(measured: Measured, policy: Policy | None = None) -> dict[str, A
     if measured.pictures:
         found["encode_together"] = min(_cheap(measured.pictures))
     return found
+
+
+def _layout(
+    decode: Mapping[str, Mapping[int, float]], policy: Policy
+) -> dict[str, Any]:
+    """Return the faster layout and the rows that pay in it; the policy's layout if it is about as fast."""
+    rows, shares = {}, {}
+    for layout, times in decode.items():
+        if times:
+            rows[layout] = _pays(times, policy.token_gap)
+            shares[layout] = times[rows[layout]] / rows[layout]
+    if not shares:
+        return {}
+    placement = min(shares, key=shares.__getitem__)
+    enough = shares[placement] * (1 + 2 * MARGIN)
+    if shares.get(policy.placement, math.inf) <= enough:
+        placement = policy.placement
+    most = rows[placement]
+    return {"placement": placement, "first_rows": most, "most_rows": most}
 
 
 def _pays(times: Mapping[int, float], gap: float) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,43 @@ def load_model(args: argparse.Namespace) -> AbstractContextManager[Batcher]:
     model = str(args.model or sample_model())
     if args.model is None:
         print(f"vlm-batch: no --model: {EMBEDDED} answers; {KNOWS}", file=sys.stderr)
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
-        raise UsageError(
-            f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
-        )
+    place = place_of(model)
     with without_gc(), deferred_import(*UNUSED):
         from vlm_batch.batcher import VLMBatcher
 
     options = said_options(args)
+    with in_one_line(f"cannot load the model {model}"):
+        return VLMBatcher(str(place), max_rows=args.batch, **options)
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Raise UsageError for values that settings refuse."""
     try:
-        return VLMBatcher(str(Path(model).expanduser()), max_rows=args.batch, **options)
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def in_one_line(said: str) -> Iterator[None]:
+    """Raise UsageError for whatever a loader or a model's files raise: users need one line of it."""
+    try:
+        yield
     except Exception as error:
-        # whatever the loader raises, the user needs one line of it
+        raise UsageError(f"{said}: {type(error).__name__}: {error}") from error
+
+
+def place_of(model: str) -> Path | str:
+    """Return a model's folder, or else its id on the hub. Raises UsageError for a folder that is not there."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return folder
+    if model.startswith((".", "/", "~")):
         raise UsageError(
-            f"cannot load the model {model}: {type(error).__name__}: {error}"
-        ) from error
+            f"there is no model at {model}; give a folder that holds config.json, or a hub id like org/name"
+        )
+    return model
 
 
 def said_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,14 +117,12 @@ def said_options(args: argparse.Namespace) -> dict[str, Any]:
         "kv": KVQuantisation,
         "policy": dict,
     }
-    try:
+    with checked():
         return said[None] | {
             record: kind(**said[record])
             for record, kind in kinds.items()
             if said[record]
         }
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def add_model(

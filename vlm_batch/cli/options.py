@@ -62,11 +62,16 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt",
         action="append",
+        default=[],
         metavar="TEXT",
         help=f"the question, with {{column}} for a row's own; several ask each row each (default: {DEFAULT_PROMPT})",
     )
     parser.add_argument(
-        "--prompt-file", action="append", metavar="FILE", help="a question from a file"
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a question from a file",
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="the system prompt, with {column} likewise"
@@ -137,8 +142,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_demo(parser: argparse.ArgumentParser) -> None:
     _add_answering(parser)
     parser.set_defaults(
-        prompt=None,
-        prompt_file=None,
+        prompt=[],
+        prompt_file=[],
         model=None,
         trust_remote_code=False,
         shard=None,
@@ -202,14 +207,14 @@ def _add_parameter(group: argparse._ArgumentGroup, one: Declared) -> None:
     )
     if isinstance(one.check, TrueOrFalse):
         add(action=argparse.BooleanOptionalAction)
-    elif isinstance(one.check, WholeNumber):
-        add(type=int, metavar=flag.metavar)
-    elif isinstance(one.check, RealNumber):
-        add(type=float, metavar=flag.metavar)
-    elif flag.is_repeated:
-        add(action="append", metavar=flag.metavar)
-    else:
-        add(metavar=flag.metavar)
+        return
+    kind = _NUMBERS.get(type(one.check), str)
+    action = "append" if flag.is_repeated else "store"
+    add(type=kind, action=action, metavar=flag.metavar)
+
+
+#: Checks of numbers -> how their flags are parsed.
+_NUMBERS: Mapping[type, type] = {WholeNumber: int, RealNumber: float}
 
 
 def said_sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -183,41 +183,9 @@ def case_answer(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str,
 
 def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, Any]:
     """Return a case's answer, by ``apply_chat_template(tokenize=True)`` where there is a template."""
-    images = [
-        picture(width, height, seed)
-        for seed, (width, height) in enumerate(case["images"])
-    ]
-    tokenizer = tokenizer_of(processor)
-    options = {
-        name: case[name]
-        for name in ("tools", "continue_final_message")
-        if case.get(name)
-    }
-    options["add_generation_prompt"] = "continue_final_message" not in options
-    text = case.get("text")
-    if text is None:
-        # a processor without a template of its own is handed what its tokenizer's template wrote
-        owner = processor if processor.chat_template is not None else tokenizer
-        text = owner.apply_chat_template(case["messages"], tokenize=False, **options)
-        if "[{'type':" in text:
-            raise ValueError(
-                "its template takes text alone, and writes parts out as Python writes a list"
-            )
-        if owner is tokenizer and tokenizer is processor:
-            found = tokenizer.apply_chat_template(
-                case["messages"], tokenize=True, return_dict=True, **options
-            )
-        else:
-            found = called(processor, text, images)
-            if owner is processor and not images:
-                alike = owner.apply_chat_template(
-                    case["messages"], tokenize=True, return_dict=True, **options
-                )
-                assert np.array_equal(
-                    flat(alike["input_ids"]), flat(found["input_ids"])
-                )
-    else:
-        found = called(processor, text, images)
+    sizes = enumerate(case["images"])
+    images = [picture(width, height, seed) for seed, (width, height) in sizes]
+    text, found = written(processor, case, images)
     ids = flat(found["input_ids"])
     arrays = {
         name: facts(value)
@@ -232,6 +200,39 @@ def processed(processor: Any, case: dict[str, Any], pixels: Path) -> dict[str, A
         "arrays": arrays,
         "pixels": str(pixels) if pixels.exists() else None,
     }
+
+
+def written(
+    processor: Any, case: dict[str, Any], images: list[Image.Image]
+) -> tuple[str, Any]:
+    """Return a case's text, and what is made of it."""
+    if case.get("text") is not None:
+        return case["text"], called(processor, case["text"], images)
+    asked = ("tools", "continue_final_message")
+    options = {name: case[name] for name in asked if case.get(name)}
+    options["add_generation_prompt"] = "continue_final_message" not in options
+    # a processor without a template of its own is handed what its tokenizer's template wrote
+    owner = processor
+    if processor.chat_template is None:
+        owner = tokenizer_of(processor)
+    text = owner.apply_chat_template(case["messages"], tokenize=False, **options)
+    if "[{'type':" in text:
+        raise ValueError(
+            "its template takes text alone, and writes parts out as Python writes a list"
+        )
+    if owner is not processor:
+        return text, called(processor, text, images)
+    is_tokenizer = processor is tokenizer_of(processor)
+    if images and not is_tokenizer:
+        return text, called(processor, text, images)
+    whole = owner.apply_chat_template(
+        case["messages"], tokenize=True, return_dict=True, **options
+    )
+    if is_tokenizer:
+        return text, whole
+    found = called(processor, text, images)
+    assert np.array_equal(flat(whole["input_ids"]), flat(found["input_ids"]))
+    return text, found
 
 
 def called(processor: Any, text: str, images: list[Image.Image]) -> Any:

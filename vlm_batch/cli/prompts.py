@@ -135,6 +135,8 @@ CASES = (
 )
 
 
+#: Whether transformers reads a setting that mlx-vlm does not -> who reads it.
+READERS = {True: "transformers reads and mlx-vlm does not", False: "nobody reads"}
 #: (family, case) -> why transformers' prompt is none to follow.
 NOT_FOLLOWED = {
     (
@@ -215,12 +217,10 @@ class PromptVerification:
         return {**asdict(self), "ok": self.ok}
 
     def text(self) -> str:
-        said = (
-            "as transformers makes them"
-            if self.ok
-            else "NOT as transformers makes them"
-        )
-        if self.ok and not self.compared:
+        said = "as transformers makes them"
+        if not self.ok:
+            said = f"NOT {said}"
+        elif not self.compared:
             said = "not compared: transformers cannot read this folder"
         lines = [
             f"**{self.model}** ({self.family}): prompts {said}",
@@ -232,14 +232,12 @@ class PromptVerification:
         lines += [
             f"- the folder recommends {self.recommended} (`--sampling recommended` takes it)"
         ]
-        unused = [_setting(one) for one in self.unread if one.read_by_transformers]
-        nobodys = [_setting(one) for one in self.unread if not one.read_by_transformers]
-        if unused:
-            lines.append(
-                f"- config.json has what transformers reads and mlx-vlm does not: {', '.join(unused)}"
-            )
-        if nobodys:
-            lines.append(f"- config.json has what nobody reads: {', '.join(nobodys)}")
+        for is_read, what in READERS.items():
+            unread = [one for one in self.unread if one.read_by_transformers == is_read]
+            if unread:
+                lines.append(
+                    f"- config.json has what {what}: {', '.join(map(_setting, unread))}"
+                )
         if self.unread_error is not None:
             lines.append(
                 f"- not known what of config.json nobody reads: {self.unread_error}"
@@ -478,15 +476,9 @@ def differences(
         return
     ids = tuple(theirs["ids"])
     if made.ids != ids:
-        at = next(
-            (
-                at
-                for at, (a, b) in enumerate(zip(made.ids, ids, strict=False))
-                if a != b
-            ),
-            -1,
-        )
-        at = min(len(made.ids), len(ids)) if at < 0 else at
+        pairs = enumerate(zip(made.ids, ids, strict=False))
+        others = (at for at, (a, b) in pairs if a != b)
+        at = next(others, min(len(made.ids), len(ids)))
         words = [
             processing.tokenizer.decode(list(side[max(at - 1, 0) : at + 3]))
             for side in (made.ids, ids)

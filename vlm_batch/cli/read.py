@@ -40,14 +40,14 @@ from vlm_batch.cli.options import (
 )
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
-from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, is_loop
+from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, PageText
 from vlm_batch.jobs.pages import ChosenPages, PageRange
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.publishers import (
-    AGAIN,
     PLAIN_PROMPTS,
     SAMPLE,
     TASKS,
+    UNKNOWN,
     Publisher,
     publisher_of,
 )
@@ -145,11 +145,11 @@ def _model_type(model: str) -> str | None:
     return config.get("model_type") if isinstance(config, Mapping) else None
 
 
-def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
+def _task(args: argparse.Namespace, publisher: Publisher) -> str:
     """Return what pages are asked for: by default the publisher's first task."""
-    prompts = PLAIN_PROMPTS if publisher is None else publisher.prompts
     if args.task is None and args.boxes:
         return _boxes(args, publisher).tasks[0]
+    prompts = publisher.prompts
     if args.task is None:
         return next(iter(prompts))
     if args.task not in prompts:
@@ -160,9 +160,9 @@ def _task(args: argparse.Namespace, publisher: Publisher | None) -> str:
     return str(args.task)
 
 
-def _boxes(args: argparse.Namespace, publisher: Publisher | None) -> BoxForm:
+def _boxes(args: argparse.Namespace, publisher: Publisher) -> BoxForm:
     """Return how the model writes boxes. Raises UsageError if it writes none, or none for what is asked."""
-    boxes = None if publisher is None else publisher.boxes
+    boxes = publisher.boxes
     model = Path(args.model or sample_model()).name
     if boxes is None:
         raise UsageError(
@@ -175,18 +175,17 @@ def _boxes(args: argparse.Namespace, publisher: Publisher | None) -> BoxForm:
     return boxes
 
 
-def _prompt(args: argparse.Namespace, publisher: Publisher | None) -> str:
+def _prompt(args: argparse.Namespace, publisher: Publisher) -> str:
     if args.prompt is not None and args.prompt_file is not None:
         raise UsageError("--prompt and --prompt-file say the same; give one")
     if args.prompt_file is not None:
         return text_of(args.prompt_file).strip()
     if args.prompt is not None:
         return str(args.prompt)
-    prompts = PLAIN_PROMPTS if publisher is None else publisher.prompts
-    return prompts[_task(args, publisher)]
+    return publisher.prompts[_task(args, publisher)]
 
 
-def _questions(args: argparse.Namespace, publisher: Publisher | None) -> Questions:
+def _questions(args: argparse.Namespace, publisher: Publisher) -> Questions:
     prompt = _prompt(args, publisher)
     params = _params(said_sampling(args), publisher)
     # Braces of a publisher's prompt are no columns. A page that is asked alone has a chat of its own (``_PagesAlone``).
@@ -196,20 +195,20 @@ def _questions(args: argparse.Namespace, publisher: Publisher | None) -> Questio
     )
 
 
-def _params(said: Mapping[str, Any], publisher: Publisher | None) -> SamplingParams:
+def _params(said: Mapping[str, Any], publisher: Publisher) -> SamplingParams:
     """Return the publisher's sampling, but for what the command line says."""
-    published = dict(publisher.params) if publisher is not None else {}
+    published = dict(publisher.params)
     if said.get("no_repeat_ngram_size") == 0:  # what belongs to it goes with it
         published.pop("window_size", None)
         published.pop("whitelist_token_ids", None)
     return SamplingParams(**{"max_tokens": MAX_TOKENS, **published, **said})
 
 
-def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
+def _how_it_asks(args: argparse.Namespace, publisher: Publisher) -> str:
     if args.prompt is not None or args.prompt_file is not None:
         return "pages are asked what --prompt says"
     task = _task(args, publisher)
-    if publisher is None:
+    if publisher is UNKNOWN:
         return f"the publisher of this model is not known: pages are asked for {task} in plain words; --prompt asks otherwise"
     if publisher.prompts[task] == PLAIN_PROMPTS.get(task):
         return f"the publisher of this model names no words: pages are asked for {task} in plain ones; --prompt asks otherwise"
@@ -218,12 +217,12 @@ def _how_it_asks(args: argparse.Namespace, publisher: Publisher | None) -> str:
     )
 
 
-def _longest(args: argparse.Namespace, publisher: Publisher | None) -> int | None:
+def _longest(args: argparse.Namespace, publisher: Publisher) -> int | None:
     """Return the publisher's size of a rendered page, where --dpi says nothing."""
-    return publisher.longest if publisher is not None and args.dpi is None else None
+    return publisher.longest if args.dpi is None else None
 
 
-def _sources(args: argparse.Namespace, publisher: Publisher | None) -> list[Source]:
+def _sources(args: argparse.Namespace, publisher: Publisher) -> list[Source]:
     if "-" in args.paths:
         raise UsageError("read takes documents by their names; - is no name")
     dpi = DEFAULT_DPI if args.dpi is None else args.dpi
@@ -279,15 +278,12 @@ class _PagesAlone(Source):
 class _Again:
     """Asks pages once more that ended by their length in a loop."""
 
-    def __init__(self, publisher: Publisher | None) -> None:
-        self._params = AGAIN if publisher is None else publisher.again
+    def __init__(self, publisher: Publisher) -> None:
+        self._params = publisher.again
 
     def __call__(self, item: Item, result: Result) -> Item | None:
-        if (
-            result.error is not None
-            or result.finish_reason != "length"
-            or not is_loop(result.text)
-        ):
+        page = PageText(None, result.text, result.error, result.finish_reason)
+        if not page.repeats:
             return None
         return replace(item, params=replace(item.params, **self._params))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from vlm_batch.cli.model import OpenBatcher, UsageError
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.files import is_same_file
-from vlm_batch.jobs.lines import has_lines, read_answers, replace_file
+from vlm_batch.jobs.lines import read_answers, replace_file
 from vlm_batch.jobs.rows import spelled
-from vlm_batch.jobs.sinks import SUFFIXES, AnswerFile, open_sink
+from vlm_batch.jobs.sinks import SUFFIXES, Sink, open_sink
 
 
 def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -41,15 +41,14 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     return 0
 
 
-def _opened(output: Path, *, spreadsheet_safe: bool) -> AnswerFile:
+def _opened(output: Path, *, spreadsheet_safe: bool) -> Sink:
     """Open the output in the form of its lines."""
     # what has another suffix was written with --format
     form = SUFFIXES.get(output.suffix.lower(), "jsonl")
     if form == "jsonl" and "custom_id" in next(iter(read_answers(output)), {}):
         form = "openai-batch"
     sink = open_sink(str(output), form=form, spreadsheet_safe=spreadsheet_safe)
-    assert isinstance(sink, AnswerFile)
-    if not has_lines(sink.path) and not has_lines(sink.journal):
+    if not sink.has_answers():
         raise UsageError(
             f"there are no answers in {output}; name the file that vlm-batch run --out wrote"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from vlm_batch.assets import is_sample, sample_images, sample_model
 from vlm_batch.cli.cluster import open_cluster
+from vlm_batch.cli.console import beside
 from vlm_batch.cli.dry_run import show_dry_run
 from vlm_batch.cli.ending import Signals
 from vlm_batch.cli.job import (
@@ -22,7 +23,14 @@ from vlm_batch.cli.job import (
     status_of,
     write_report,
 )
-from vlm_batch.cli.model import EMBEDDED, KNOWS, OpenBatcher, UsageError, load_model
+from vlm_batch.cli.model import (
+    EMBEDDED,
+    KNOWS,
+    OpenBatcher,
+    UsageError,
+    load_model,
+    place_of,
+)
 from vlm_batch.cli.options import COLUMNS, said_sampling, text_of
 from vlm_batch.cli.watching import JobView
 from vlm_batch.inputs.fetch import is_address
@@ -146,7 +154,8 @@ def _run(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals) 
             sys.stdout,
             cache_bytes=vars(args).get("cache_bytes", Caches.max_bytes),
         )
-    return _answer(sources, questions, args, open_batcher, signals)
+    label = _label(sources)
+    return _answer(sources, questions, args, open_batcher, signals, label)
 
 
 def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
@@ -157,6 +166,7 @@ def demo(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
             args,
             open_batcher,
             signals,
+            _demo_label,
         )
 
 
@@ -182,6 +192,7 @@ def _answer(
     args: argparse.Namespace,
     open_batcher: OpenBatcher,
     signals: Signals,
+    label: Callable[[JobRow], str],
 ) -> int:
     shard = _shard(args)
     target = _target(args, shard)
@@ -199,11 +210,11 @@ def _answer(
         is_kept=is_kept,
     )
     view = JobView(
-        table_to=sys.stderr if target == "-" else sys.stdout,
+        table_to=beside(target),
         quiet=args.quiet,
         verbose=args.verbose,
         says_prompt=bool(args.prompt or args.prompt_file),
-        label=_labels(sources),
+        label=label,
         answers_in=file,
         only_here=target is None and args.sidecar is None,
         goes_on=is_kept,
@@ -226,10 +237,8 @@ def _is_samples(source: Source) -> bool:
     return isinstance(source, Files) and all(map(is_sample, source.paths))
 
 
-def _labels(sources: Sequence[Source]) -> Callable[[JobRow], str]:
+def _label(sources: Sequence[Source]) -> Callable[[JobRow], str]:
     """Return a function that names rows without their common folder."""
-    if any(isinstance(source, Demo) for source in sources):
-        return _demo_label
     where = ""
     if all(isinstance(source, Files) for source in sources):
         where = _folder_of(sources)
@@ -251,9 +260,8 @@ def _folder_of(sources: Sequence[Source]) -> str:
 
 
 def _questions(args: argparse.Namespace) -> Questions:
-    texts = list(args.prompt or ())
-    texts += [text_of(file).strip() for file in args.prompt_file or ()]
-    if not all(text.strip() for text in texts):
+    texts = [*args.prompt, *map(str.strip, map(text_of, args.prompt_file))]
+    if not all(map(str.strip, texts)):
         raise UsageError("--prompt is empty; say what is asked about the pictures")
     return Questions(
         tuple(texts) or (DEFAULT_PROMPT,),
@@ -366,9 +374,8 @@ def _recommended(args: argparse.Namespace) -> Mapping[str, Any]:
     from vlm_batch.loading.recommended import read_recommended
 
     model = str(args.model or sample_model())
-    folder = Path(model).expanduser()
     try:
-        found = read_recommended(find_checkpoint(folder if folder.exists() else model))
+        found = read_recommended(find_checkpoint(place_of(model)))
     except FileNotFoundError as error:
         raise UsageError(f"cannot load the model {model}: {error}") from error
     print(f"vlm-batch: sampling as {model} recommends: {found}", file=sys.stderr)

@@ -19,6 +19,7 @@ from vlm_batch.cli.model import (
     add_speed,
     amount_of_bytes,
     at_least,
+    checked,
     said_options,
 )
 from vlm_batch.server.config import MEGABYTE, SAMPLINGS, ServerConfig, read_keys
@@ -66,12 +67,9 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
         raise UsageError(
             f"the server needs {error.name}: pip install 'vlm-batch[serve]'"
         ) from error
-    try:
-        return (
-            0 if serve(config_of(args, os.environ), lambda: load_batcher(args)) else 2
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    with checked():
+        is_served = serve(config_of(args, os.environ), lambda: load_batcher(args))
+    return 0 if is_served else 2
 
 
 def _print_agent(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -81,10 +79,8 @@ def _print_agent(args: argparse.Namespace, environment: Mapping[str, str]) -> in
             f"a property list is no place for a key, and launchd does not know {API_KEY}: "
             "write the key into a file that only you can read, and name it with --keys FILE"
         )
-    try:
+    with checked():
         port = config_of(args, environment).port
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     listed = launchd.property_list(args.words, port, environment)
     sys.stdout.write(listed.decode())
     file = f"~/Library/LaunchAgents/{launchd.label_of(port)}.plist"
@@ -110,9 +106,7 @@ def config_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Serve
     said["served_names"] = tuple(args.served_names)
     said["allowed_hosts"] = tuple(args.allowed_hosts)
     said["proxies"] = (
-        tuple(proxy.strip() for proxy in args.proxies.split(","))
-        if args.proxies
-        else ()
+        tuple(map(str.strip, args.proxies.split(","))) if args.proxies else ()
     )
     limit = args.max_memory_gb  # 0 is no limit
     said["max_memory"] = (

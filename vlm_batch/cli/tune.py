@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Column, Table
 
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.cli.console import open_console
-from vlm_batch.cli.model import said_options
+from vlm_batch.cli.console import beside, open_console
+from vlm_batch.cli.model import in_one_line, said_options
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.types import Request
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 PICTURES, SIDE = 16, 336
 #: Seconds after which nothing new is measured.
 SECONDS = 120.0
-
-
-class CannotTune(Exception):
-    """The model cannot be measured; users see the message."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +52,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from vlm_batch.loading import adapt, load_model
     from vlm_batch.runtime.device import device
 
-    out = sys.stderr if args.json == "-" else sys.stdout
+    out = beside(args.json)
     kv = said_options(args).get("kv")
-    try:
+    with in_one_line("cannot measure the model"):
         model, processor = load_model(
             args.model or default_checkpoint(), trust_remote_code=args.trust_remote_code
         )
@@ -67,11 +63,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             check_quantisation(adapter, kv)
         pictures = _pictures(adapter, model, processor)
         measured = measure(adapter, kv, pictures, seconds=args.tune_seconds, say=_say)
-    except Exception as error:
-        # whatever the loader or the model raises, the user needs one line of it
-        raise CannotTune(
-            f"cannot measure the model: {type(error).__name__}: {error}"
-        ) from error
     found = settings_of(measured)
     show(measured, found, out)
     figures = {"device": device().value, "family": adapter.spec.family}

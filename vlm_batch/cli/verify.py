@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch.assets import AUDIO_SUFFIXES, default_checkpoint, sample_images
-from vlm_batch.cli.model import OpenBatcher, UsageError
+from vlm_batch.cli.console import beside
+from vlm_batch.cli.model import OpenBatcher, UsageError, in_one_line, place_of
 from vlm_batch.errors import InvalidRequest
 from vlm_batch.inputs.images import picture_suffixes
 from vlm_batch.types import Request
 
 if TYPE_CHECKING:
+    from vlm_batch.cli.prompts import PromptVerification
     from vlm_batch.cli.verifying import Verification
 
 #: Precisions of the embedded checkpoint: the type to load, and bits to quantise to.
@@ -99,25 +101,27 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     ]
     requests += [Request(prompt=text) for text in TEXTS]
     found: list[Verification] = []
-    table = sys.stderr if args.json == "-" else sys.stdout
+    table = beside(args.json)
     for one in _verified(args, requests):
         print(("\n" if found else "") + one.text(), file=table, flush=True)
         found.append(one)
-    if args.json is not None:
-        text = json.dumps(
-            {
-                "ok": all(one.ok for one in found),
-                "models": [one.as_json() for one in found],
-            },
-            indent=2,
-        )
-        _write(args.json, text + "\n")
     if args.plot is not None and not draw(Path(args.plot), found):
         print(
             "no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')",
             file=sys.stderr,
         )
-    return 0 if all(one.ok for one in found) else 1
+    return _status(args.json, found)
+
+
+def _status(
+    target: str | None, found: Sequence[Verification | PromptVerification]
+) -> int:
+    """Write what was found, if that is asked for; return 0 if all is as promised."""
+    is_ok = all(one.ok for one in found)
+    if target is not None:
+        whole = {"ok": is_ok, "models": [one.as_json() for one in found]}
+        _write(target, json.dumps(whole, indent=2) + "\n")
+    return 0 if is_ok else 1
 
 
 def _run_prompts(args: argparse.Namespace) -> int:
@@ -127,26 +131,14 @@ def _run_prompts(args: argparse.Namespace) -> int:
     from vlm_batch.loading import find_checkpoint
 
     name = args.model or str(default_checkpoint())
-    path = Path(name).expanduser()
-    if not path.exists() and name.startswith((".", "/", "~")):
-        raise UsageError(
-            f"there is no model at {name}; give a folder that holds config.json, or a hub id"
+    place = place_of(name)
+    with in_one_line(f"cannot read the folder {name}"):
+        path = place if isinstance(place, Path) else find_checkpoint(place)
+        found = verify_prompts(
+            Folder(path), name=args.model or "the embedded checkpoint"
         )
-    try:
-        folder = Folder(path if path.exists() else find_checkpoint(name))
-        found = verify_prompts(folder, name=args.model or "the embedded checkpoint")
-    except Exception as error:
-        # whatever a processor's files raise, the user needs one line of it
-        raise UsageError(
-            f"cannot read the folder {name}: {type(error).__name__}: {error}"
-        ) from error
-    print(found.text(), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
-    if args.json is not None:
-        _write(
-            args.json,
-            json.dumps({"ok": found.ok, "models": [found.as_json()]}, indent=2) + "\n",
-        )
-    return 0 if found.ok else 1
+    print(found.text(), file=beside(args.json), flush=True)
+    return _status(args.json, [found])
 
 
 def pictures(folder: str | None) -> list[Path]:
@@ -156,11 +148,9 @@ def pictures(folder: str | None) -> list[Path]:
 
 
 def recordings(folder: str | None) -> list[Path]:
-    return (
-        []
-        if folder is None
-        else _found("--audios", "recording", folder, AUDIO_SUFFIXES)
-    )
+    if folder is None:
+        return []
+    return _found("--audios", "recording", folder, AUDIO_SUFFIXES)
 
 
 def _found(
@@ -187,36 +177,19 @@ def _verified(
     from vlm_batch.loading import load_model
 
     name = args.model or str(default_checkpoint())
-    if (
-        args.model
-        and args.model.startswith((".", "/", "~"))
-        and not Path(args.model).expanduser().exists()
-    ):
-        raise UsageError(
-            f"there is no model at {args.model}; give a folder that holds config.json, or a hub id"
-        )
-    for dtype, bits in ((args.dtype, None),) if args.model else PRECISIONS:
-        try:
+    place = place_of(name)
+    called = args.model or "the embedded checkpoint"
+    asked = ((args.dtype, None),) if args.model else PRECISIONS
+    for dtype, bits in asked:
+        with in_one_line(f"cannot load the model {name}"):
             model, processor = load_model(
-                Path(name).expanduser()
-                if args.model is None or Path(name).expanduser().exists()
-                else name,
-                dtype=dtype,
-                trust_remote_code=args.trust_remote_code,
+                place, dtype=dtype, trust_remote_code=args.trust_remote_code
             )
-        except Exception as error:
-            # whatever the loader raises, the user needs one line of it
-            raise UsageError(
-                f"cannot load the model {name}: {type(error).__name__}: {error}"
-            ) from error
         if bits is not None and not quantised(model, bits):
             continue
-        called = args.model or "the embedded checkpoint"
-        taken = (
-            requests
-            if not args.model or _takes_pictures(model)
-            else [r for r in requests if not r.images]
-        )
+        taken = requests
+        if not _takes_pictures(model):
+            taken = [one for one in requests if not one.images]
         try:
             found = verify(
                 model,
@@ -224,13 +197,15 @@ def _verified(
                 taken,
                 name=called,
                 max_tokens=args.max_tokens,
-                progress=lambda said: print(
-                    f"  {said} ...", file=sys.stderr, flush=True
-                ),
+                progress=_say,
             )
         except InvalidRequest as error:
             raise UsageError(f"a request cannot be read: {error}") from error
         yield found
+
+
+def _say(said: str) -> None:
+    print(f"  {said} ...", file=sys.stderr, flush=True)
 
 
 def _takes_pictures(model: Any) -> bool:
@@ -264,14 +239,9 @@ def draw(path: Path, found: Sequence[Verification]) -> bool:
     )
     for axis, one in zip(axes[:, 0], found, strict=True):
         names = [comparison.name for comparison in one.comparisons]
-        share = [100 / max(comparison.requests, 1) for comparison in one.comparisons]
-        equal = [
-            part * comparison.equal
-            for part, comparison in zip(share, one.comparisons, strict=True)
-        ]
+        equal = [100 * each.equal / max(each.requests, 1) for each in one.comparisons]
         same = [
-            part * comparison.identical
-            for part, comparison in zip(share, one.comparisons, strict=True)
+            100 * each.identical / max(each.requests, 1) for each in one.comparisons
         ]
         axis.barh(names, equal, color="lightsteelblue", label="same tokens")
         axis.barh(names, same, color="tab:blue", label="same bits")

@@ -206,7 +206,7 @@ class JobView(Watch):
         self._stage = f"reading the rows: {rows:,}"
 
     def planned(self, plan: Plan) -> None:
-        if plan.done or plan.failed_before:
+        if plan.num_before:
             left = f", {plan.left} left" if plan.left is not None else ""
             self._err.print(
                 f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}"
@@ -217,7 +217,7 @@ class JobView(Watch):
                 f"{said}: changed prompts and params of rows are not seen",
                 soft_wrap=True,
             )
-        if plan.others and not (plan.done or plan.failed_before):
+        if plan.others and not plan.num_before:
             said = f"none of the {count_of(plan.others, 'answer')} in the output is to one of these rows"
             self._err.print(
                 f"{said}: are paths spelled as in its first run?", soft_wrap=True
@@ -452,7 +452,7 @@ def _seconds_in_batch(summary: Summary) -> Group | None:
     table = Table(box=None, show_header=False)
     largest = max(count for _, _, count in buckets)
     for least, high, count in buckets:
-        bar = "#" * max(1 if count else 0, round(40 * count / largest))
+        bar = "#" * max(min(count, 1), round(40 * count / largest))
         table.add_row(
             Text(f"{least:.2g} - {high:.2g}", justify="right"),
             bar,

@@ -132,17 +132,13 @@ def _timings_of(record: Record) -> Timings:
 def _mapping(value: Any) -> Mapping[str, Any]:
     """Return an object of a record; CSV has it as JSON."""
     found = _from_json(value)
-    if isinstance(found, Mapping):
-        return found
-    return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def listed(value: Any) -> Sequence[Any]:
     """Return a list of a record, likewise."""
     found = _from_json(value)
-    if isinstance(found, (list, tuple)):
-        return found
-    return ()
+    return found if isinstance(found, (list, tuple)) else ()
 
 
 def _from_json(value: Any) -> Any:

@@ -180,56 +180,58 @@ _TAG = re.compile(r"<(\w+)><loc_(\d+)><loc_(\d+)><loc_(\d+)><loc_(\d+)>")
 
 
 def _doctags(answer: str) -> Iterator[_Found]:
-    """``<text><loc_58><loc_44><loc_426><loc_91>Dear Ada,</text>``."""
+    """``<text><loc_58><loc_44><loc_426><loc_91>Dear Ada,</text>``; regions may be within others."""
     for match in _TAG.finditer(answer):
         text, _, _ = answer[match.end() :].partition(f"</{match[1]}>")
         yield _Found(_numbers(match.groups()[1:]), match[1], _or_none(text))
 
 
-_BOXED = re.compile(
-    r"<\|box_start\|>\s*(\d+)\s+(\d+)\s+(\d+)\s+(\d+)\s*<\|box_end\|>(?:<\|ref_start\|>(.*?)<\|ref_end\|>)?"
-)
-
-
-def _boxed(answer: str) -> Iterator[_Found]:
-    """``<|box_start|>045 120 955 180<|box_end|><|ref_start|>title<|ref_end|>``, a line a region."""
-    for match in _BOXED.finditer(answer):
-        yield _Found(_numbers(match.groups()[:4]), match[5])
-
-
-_SPOTTED = re.compile(
-    r"([^<]*)(?:<\|TEXT_END\|>)?(?:<\|LOC_BEGIN\|>)?((?:<\|LOC_\d+\|>){8})"
-)
 _NUMBER = re.compile(r"\d+")
 
 
-def _spotted(answer: str) -> Iterator[_Found]:
-    """A line's text, and four corners: ``Hello<|LOC_100|><|LOC_200|>...``."""
-    for match in _SPOTTED.finditer(answer):
-        corners = _numbers(_NUMBER.findall(match[2]))
-        yield _Found(corners, None, _or_none(match[1]))
+@dataclass(frozen=True)
+class _Marked:
+    """A region a match: its groups are ``box``, whose numbers are x and y in turn, and perhaps ``label`` and ``text``.
+
+    ``offset`` is added to the numbers.
+    """
+
+    pattern: re.Pattern[str]
+    offset: float = 0
+
+    def __call__(self, answer: str) -> Iterator[_Found]:
+        for match in self.pattern.finditer(answer):
+            groups = match.groupdict()
+            numbers = _numbers(_NUMBER.findall(groups["box"]))
+            yield _Found(
+                [one + self.offset for one in numbers],
+                groups.get("label"),
+                _or_none(groups.get("text") or ""),
+            )
 
 
-_QUAD = re.compile(r"([^<]*)((?:<loc_\d+>){8})")
-
-
-def _quads(answer: str) -> Iterator[_Found]:
-    """A line's text, and four corners in bins: ``Hello<loc_100><loc_200>...``. A number is its bin's middle."""
-    for match in _QUAD.finditer(answer):
-        bins = _numbers(_NUMBER.findall(match[2]))
-        yield _Found([one + 0.5 for one in bins], None, _or_none(match[1]))
-
-
-_REFERENT = re.compile(
-    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)?\s*"
-    r"<\|box_start\|>\s*\((\d+),\s*(\d+)\),\s*\((\d+),\s*(\d+)\)\s*<\|box_end\|>"
+#: ``<|box_start|>045 120 955 180<|box_end|><|ref_start|>title<|ref_end|>``, a line a region.
+_BOXED = _Marked(
+    re.compile(
+        r"<\|box_start\|>\s*(?P<box>\d+\s+\d+\s+\d+\s+\d+)\s*<\|box_end\|>"
+        r"(?:<\|ref_start\|>(?P<label>.*?)<\|ref_end\|>)?"
+    )
 )
-
-
-def _referents(answer: str) -> Iterator[_Found]:
-    """``<|object_ref_start|>a title<|object_ref_end|><|box_start|>(176,106),(232,160)<|box_end|>``."""
-    for match in _REFERENT.finditer(answer):
-        yield _Found(_numbers(match.groups()[1:]), None, _or_none(match[1] or ""))
+#: A line's text, and four corners: ``Hello<|LOC_100|><|LOC_200|>...``.
+_SPOTTED = _Marked(
+    re.compile(
+        r"(?P<text>[^<]*)(?:<\|TEXT_END\|>)?(?:<\|LOC_BEGIN\|>)?(?P<box>(?:<\|LOC_\d+\|>){8})"
+    )
+)
+#: A line's text, and four corners in bins: ``Hello<loc_100><loc_200>...``. A number is its bin's middle.
+_QUADS = _Marked(re.compile(r"(?P<text>[^<]*)(?P<box>(?:<loc_\d+>){8})"), offset=0.5)
+#: ``<|object_ref_start|>a title<|object_ref_end|><|box_start|>(176,106),(232,160)<|box_end|>``.
+_REFERENTS = _Marked(
+    re.compile(
+        r"(?:<\|object_ref_start\|>(?P<text>[^<]*)<\|object_ref_end\|>)?\s*"
+        r"<\|box_start\|>\s*(?P<box>\(\d+,\s*\d+\),\s*\(\d+,\s*\d+\))\s*<\|box_end\|>"
+    )
+)
 
 
 _CLASSED = re.compile(
@@ -278,7 +280,7 @@ BOX_FORMS: Mapping[str, BoxForm] = MappingProxyType(
         "florence2": BoxForm(
             tasks=("layout",),
             scale=1000,
-            found=_quads,
+            found=_QUADS,
             source="Florence2PostProcessor.dequantize in transformers: the middles of 1,000 bins",
         ),
         "granitedocling": BoxForm(
@@ -290,7 +292,7 @@ BOX_FORMS: Mapping[str, BoxForm] = MappingProxyType(
         "mineru": BoxForm(
             tasks=("layout",),
             scale=1000,
-            found=_boxed,
+            found=_BOXED,
             source="parse_layout_output in mineru_client.py of mineru-vl-utils",
         ),
         "nemotronparse": BoxForm(
@@ -303,13 +305,13 @@ BOX_FORMS: Mapping[str, BoxForm] = MappingProxyType(
         "paddleocrvl": BoxForm(
             tasks=("layout",),
             scale=1000,
-            found=_spotted,
+            found=_SPOTTED,
             source="post_process_for_spotting in paddlex: inference/pipelines/paddleocr_vl/uilts.py",
         ),
         "qwen2vl": BoxForm(
             tasks=("layout",),
             scale=1000,
-            found=_referents,
+            found=_REFERENTS,
             source="Qwen2-VL's report, arXiv:2409.12191, section 2.2; the prompt is ours",
         ),
         "qwen25vl": BoxForm(

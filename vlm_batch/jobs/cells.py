@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, singledispatch
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from vlm_batch.inputs import heif
 from vlm_batch.inputs.chats import says_media
 from vlm_batch.inputs.fetch import is_address
 from vlm_batch.inputs.images import picture_suffixes
-from vlm_batch.jobs.files import kind_of
+from vlm_batch.jobs.files import kind_of, without_query
 from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import Audio, ImageInput, Video
 
@@ -72,8 +72,6 @@ DATA_MEDIA = re.compile(r"data:(?:image|video)/", re.I)
 PYTHON_TABLES = THE_TABLE, THE_DATASET = "the table", "the dataset"
 #: The longest text that may be a path or a URL, and the longest that a message shows.
 LONGEST_PATH, MOST_SHOWN = 4096, 100
-#: What holds a picture's file in memory.
-BYTES = (bytes, bytearray, memoryview)
 
 
 def closest_name(name: str, known: Collection[str]) -> str | None:
@@ -291,37 +289,46 @@ def _is_mistaken(value: Any, row: JobRow, folder: str) -> bool:
     return row.images == media_of(value, folder)
 
 
+@singledispatch
 def names_media(value: Any, folder: str) -> bool:
     """Whether a cell is a picture or a video, or names one."""
-    if isinstance(value, Image.Image):
-        return True
-    if isinstance(value, str):
-        return _text_names_media(value, folder)
-    if isinstance(value, (bytes, bytearray)):
-        return MAGIC.match(value) is not None
-    if isinstance(value, Mapping):
-        value = [value.get(name) for name in ("bytes", "path", "url")]
-    if not isinstance(value, (list, tuple)):
-        return False
+    return False
+
+
+@names_media.register
+def _is_picture(value: Image.Image, folder: str) -> bool:
+    return True
+
+
+@names_media.register(bytes)
+@names_media.register(bytearray)
+def _has_magic(value: bytes, folder: str) -> bool:
+    return MAGIC.match(value) is not None
+
+
+@names_media.register
+def _mapping_names_media(value: Mapping, folder: str) -> bool:  # type: ignore[type-arg]
+    held = [value.get(name) for name in ("bytes", "path", "url")]
+    return names_media(held, folder)
+
+
+@names_media.register(list)
+@names_media.register(tuple)
+def _one_names_media(value: Sequence[Any], folder: str) -> bool:
     return any(names_media(one, folder) for one in value)
 
 
+@names_media.register
 def _text_names_media(value: str, folder: str) -> bool:
     if BASE64.match(value) or DATA_MEDIA.match(value):
         return True
     if len(value) > LONGEST_PATH or "\n" in value:
         return False
-    suffix = os.path.splitext(_without_query(value))[1].lower()
+    suffix = os.path.splitext(without_query(value))[1].lower()
     if suffix not in _media_suffixes():
         return False
     words = value.split()
     return len(words) == 1 or os.path.isfile(located(value, folder))
-
-
-def _without_query(path: str) -> str:
-    if not is_address(path):
-        return path
-    return path.partition("?")[0]
 
 
 @cache
@@ -398,6 +405,17 @@ def row_of_cells(
     )
 
 
+def checked_row(
+    cells: Mapping[str, Any], columns: Columns, own: Columns, *, table: str, place: str
+) -> JobRow:
+    """Return the row of a table in memory, with an error if its media are doubtful or overlooked; ``own`` were named."""
+    row = row_of_cells(cells, columns, place=place, folder="")
+    row = flag_doubtful_media(row, own, table)
+    if columns.has_media:
+        return row
+    return flag_overlooked_media(row, table)
+
+
 def _empty_column(cells: Mapping[str, Any], columns: Columns) -> str | None:
     """Return the first column of media; None without one, and where an empty list says that there are none."""
     known = (columns.image, columns.video, columns.audio)
@@ -428,47 +446,66 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
+@singledispatch
 def media_of(value: Any, folder: str) -> tuple[ImageInput, ...]:
-    """Return a cell's media: paths, URLs, bytes or mappings of these."""
-    if _is_empty(value):
+    """Return a cell's media: paths, URLs, bytes or mappings of these. An empty cell has none. Raises InvalidJob."""
+    if _is_nan(value):
         return ()
-    if isinstance(value, str):
-        return (_of_text(value, folder),)
-    if isinstance(value, BYTES):
-        return (bytes(value),)
-    if isinstance(value, os.PathLike):
-        return (located(os.fspath(value), folder),)
-    if isinstance(value, (Image.Image, np.ndarray)):
-        return (value,)
-    if isinstance(value, Mapping):
-        return _of_mapping(value, folder)
-    if isinstance(value, (list, tuple)):
-        return _of_list(value, folder)
     raise InvalidJob(
         f"a picture is a path, URL, bytes or a list of these, not {type(value).__name__}"
     )
 
 
-def _is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: an empty text, no bytes, NaN."""
-    if isinstance(value, (str, *BYTES)):
-        return not len(value)
-    return value is None or _is_nan(value)
+@media_of.register
+def _of_nothing(value: None, folder: str) -> tuple[ImageInput, ...]:
+    return ()
 
 
+@media_of.register
+def _of_text(value: str, folder: str) -> tuple[ImageInput, ...]:
+    if not value:
+        return ()
+    if BASE64.match(value):
+        return (_of_base64(value),)
+    path = located(value, folder)
+    if is_address(path) or os.path.exists(path):
+        return (path,)
+    return (located(value.strip(), folder),)
+
+
+@media_of.register(bytes)
+@media_of.register(bytearray)
+@media_of.register(memoryview)
+def _of_bytes(value: bytes, folder: str) -> tuple[ImageInput, ...]:
+    return (bytes(value),) if len(value) else ()
+
+
+@media_of.register(os.PathLike)
+def _of_path(value: os.PathLike[str], folder: str) -> tuple[ImageInput, ...]:
+    return (located(os.fspath(value), folder),)
+
+
+@media_of.register(Image.Image)
+@media_of.register(np.ndarray)
+def _of_picture(value: ImageInput, folder: str) -> tuple[ImageInput, ...]:
+    return (value,)
+
+
+@media_of.register(Mapping)
 def _of_mapping(value: Mapping[str, Any], folder: str) -> tuple[ImageInput, ...]:
     """Return the picture of a mapping, as the datasets library has it."""
     data = value.get("bytes")
-    if data is not None:
-        return media_of(data, folder)
-    path = value.get("path") or value.get("url")
-    if path is None:
+    if data is None:
+        data = value.get("path") or value.get("url")
+    if data is None:
         raise InvalidJob(
             f"a picture's mapping needs bytes, path or url; it has {', '.join(map(str, value))}"
         )
-    return media_of(path, folder)
+    return media_of(data, folder)
 
 
+@media_of.register(list)
+@media_of.register(tuple)
 def _of_list(several: Sequence[Any], folder: str) -> tuple[ImageInput, ...]:
     found: list[ImageInput] = []
     for number, one in enumerate(several, 1):
@@ -491,15 +528,6 @@ def audios_of(value: Any, folder: str) -> tuple[Audio, ...]:
     return tuple(map(Audio, media_of(value, folder)))
 
 
-def _of_text(value: str, folder: str) -> ImageInput:
-    if BASE64.match(value):
-        return _of_base64(value)
-    path = located(value, folder)
-    if is_address(path) or os.path.exists(path):
-        return path
-    return located(value.strip(), folder)
-
-
 def _of_base64(value: str) -> bytes:
     try:
         return base64.b64decode("".join(value.split()), validate=True)
@@ -511,11 +539,9 @@ def _of_base64(value: str) -> bytes:
 
 def located(path: str, folder: str) -> str:
     """Return a path beside the table if it exists there or nowhere, else unchanged."""
-    if not folder or is_address(path):
+    if is_address(path) or path.startswith("~"):
         return path
-    if path.startswith("~") or os.path.isabs(path):
-        return path
-    beside = os.path.join(folder, path)
+    beside = os.path.join(folder, path)  # the path itself, if it is absolute
     if os.path.exists(path) and not os.path.exists(beside):
         return path
     return beside

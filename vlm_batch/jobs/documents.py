@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from vlm_batch.inputs.fetch import is_address, is_data_uri
@@ -22,7 +23,7 @@ from vlm_batch.jobs.boxes import BoxForm, Region
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.rows import Ids, InvalidJob, count_of, spelled
-from vlm_batch.jobs.sinks import AnswerFile, Sink
+from vlm_batch.jobs.sinks import AnswerFile, Sink, whole
 from vlm_batch.jobs.stamps import Stamp
 
 #: The pages' answers, in the folder of the documents.
@@ -136,7 +137,7 @@ class Documents(Sink):
         self._has_marks = has_marks
         self._facts = facts
         self._boxes = boxes
-        self._answers = AnswerFile(folder / PAGES)
+        self._answers = AnswerFile(folder / PAGES, whole)
         self._open: dict[str, _Document] = {}
         self._names: dict[str, Path] = {}
         self.num_written = 0
@@ -194,10 +195,15 @@ class Documents(Sink):
 
     def _paths(self) -> Iterator[Path]:
         """Yield every file that is written."""
-        for name in self._names.values():
-            yield self.folder / name
-            if self._boxes is not None:
-                yield boxes_path(self.folder / name)
+        for name in self._names:
+            yield from self._paths_of(name)
+
+    def _paths_of(self, name: str) -> list[Path]:
+        """Return a document's files: its text, and its regions if they are asked for."""
+        text = self.folder / self._names[name]
+        if self._boxes is None:
+            return [text]
+        return [text, boxes_path(text)]
 
     def existing(self) -> tuple[Ids, Ids]:
         return self._answers.existing()
@@ -245,22 +251,18 @@ class Documents(Sink):
 
     def _write_files(self, name: str, pages: list[PageText], *, is_new: bool) -> None:
         """Write a document's files; of an earlier run's pages, only those that are not there."""
-        path = self.folder / self._names[name]
-        if is_new or not path.exists():
-            self._write_text(name, path, pages)
-        if self._boxes is None:
-            return
-        boxes = boxes_path(path)
-        if is_new or not boxes.exists():
-            _write(boxes, boxes_json(name, pages, self._facts))
+        text, *boxes = self._paths_of(name)
+        if is_new or not text.exists():
+            _write(text, self._text(name, pages))
+            self.num_written += 1
+        for path in boxes:
+            if is_new or not path.exists():
+                _write(path, boxes_json(name, pages, self._facts))
 
-    def _write_text(self, name: str, path: Path, pages: list[PageText]) -> None:
+    def _text(self, name: str, pages: list[PageText]) -> str:
         if self._form == "json":
-            text = as_json(name, pages, self._facts)
-        else:
-            text = as_text(pages, self._form, has_marks=self._has_marks)
-        _write(path, text)
-        self.num_written += 1
+            return as_json(name, pages, self._facts)
+        return as_text(pages, self._form, has_marks=self._has_marks)
 
     def finish(self) -> None:
         self._answers.finish()
@@ -275,12 +277,8 @@ def _is_below(file: PurePosixPath) -> bool:
 
 
 def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
-    failed, repeating = [], []
-    for page in pages:
-        if page.error is not None:
-            failed.append(page.page)
-        if page.repeats:
-            repeating.append(page.page)
+    failed = [one.page for one in pages if one.error is not None]
+    repeating = [one.page for one in pages if one.repeats]
     if not failed and not repeating:
         return None
     return Lacking(name, tuple(failed), tuple(repeating))
@@ -303,7 +301,6 @@ def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
 
 
 def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
-    page = record.get("page")
     text = str(record.get("text") or "").strip()
     error = record.get("error")
     size = _first_size(record.get("image_sizes"))
@@ -312,11 +309,11 @@ def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
         seen = _first_size(record.get("model_image_sizes"))
         regions = boxes.regions(text, size, seen)
     return PageText(
-        page=None if page is None else int(page),
+        page=record.get("page"),
         text=text,
         error=error,
         finish_reason=record.get("finish_reason"),
-        attempts=int(record.get("attempts") or 1),
+        attempts=record.get("attempts", 1),
         size=size,
         regions=tuple(regions),
     )
@@ -415,7 +412,7 @@ def boxes_path(text: Path) -> Path:
 def names_of(
     documents: Iterable[str],
     suffix: str,
-    kept: Mapping[str, PurePosixPath] | None = None,
+    kept: Mapping[str, PurePosixPath] = MappingProxyType({}),
 ) -> dict[str, Path]:
     """Choose a file for each document: below one folder, as the documents lie to each other, no two the same.
 
@@ -423,14 +420,13 @@ def names_of(
     names that are ``kept``, without suffixes.
     """
     documents = list(documents)
-    kept = kept or {}
     places = dict(zip(documents, _places(documents), strict=True))
     stems = Counter(_key(place.with_suffix("")) for place in places.values())
     chosen: dict[str, PurePosixPath] = {}
     for name, place in places.items():
         is_alone = stems[_key(place.with_suffix(""))] == 1
         chosen[name] = place.with_name(place.stem) if is_alone else place
-        chosen[name] = kept.get(name, chosen[name])
+    chosen |= kept
     taken: set[str] = set()
     files: dict[str, Path] = {}
     # those of earlier runs first

@@ -193,6 +193,13 @@ def _nothing_at(argument: str) -> InvalidJob:
     return InvalidJob(f"{argument} does not exist")
 
 
+def without_query(path: str) -> str:
+    """Return a path as it is, and a URL without what follows its path."""
+    if is_address(path):
+        return path.partition("?")[0]
+    return path
+
+
 def kind_of(path: str) -> str:
     """Return "image", "video" or "audio" by the suffix."""
     name = path.partition("?")[0].lower()

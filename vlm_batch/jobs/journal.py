@@ -65,22 +65,27 @@ def locked(output: Path) -> Iterator[None]:
     """Lock an output's file, by whatever links. Raises InvalidJob if another process has it."""
     output = linked_file(output)
     lock = filelock.FileLock(output.with_name(f"{output.name}.lock"), timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        try:  # filelock raises Timeout for a read-only folder, too
+    with _writable(output):
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            # filelock raises Timeout for a read-only folder, too
             os.close(os.open(lock.lock_file, os.O_CREAT))
-        except OSError as error:
-            raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
-        raise _taken(output) from None
-    except OSError as error:
-        raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
+            raise _taken(output) from None
     try:
         with _locked_itself(output):
             yield
     finally:
         # keeps the file: a process that has just opened it would lock a deleted one
         lock.release()
+
+
+@contextlib.contextmanager
+def _writable(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidJob(f"cannot write {output}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -145,7 +150,7 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         _settle(one)
     if SAFE in now:  # which earlier versions did not know
         before.setdefault(SAFE, now[SAFE])
-    model_has_changed = _compare_models(before, now)
+    of_model = _compare_models(before, now)
     if _tables_agree(before, now):
         before["tables"] = now.get("tables")
     other = []
@@ -153,8 +158,7 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         first, second = before.get(name), now.get(name)
         if first != second:
             other.append(f"{name} {_difference(first, second)}")
-    if model_has_changed is not None:
-        other.append(model_has_changed)
+    other += of_model
     if other:
         raise InvalidJob(
             f"{output} was made with other settings: {'; '.join(other)}. Give the same ones, or name another file; "
@@ -162,8 +166,8 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Take the models' files out of settings, and say what has changed in them.
+def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Take the models' files out of settings, and say what has changed in them, if anything.
 
     The same files in another place are the same model: ``before`` then names it as ``now`` does.
     """
@@ -172,28 +176,25 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     if not changed:
         if first and second:
             before["model"] = now["model"]
-        return None
+        return []
     has_one_name = before.get("model") == now.get("model")
     has_same_files = len(changed) < len(first)
     if not has_one_name and not has_same_files:
-        return None  # the names of two models say enough
+        return []  # the names of two models say enough
     told = []
     for name in changed[:3]:
         new = " (new)" if name not in first else ""
         gone = " (gone)" if name not in second else ""
         told.append(f"{name}{new}{gone}")
-    return f"the model's files have changed: {', '.join(told)}"
+    return [f"the model's files have changed: {', '.join(told)}"]
 
 
 def _changed(
     first: Mapping[str, Stamp | None], second: Mapping[str, Stamp | None]
 ) -> list[str]:
     """Return the files whose stamps differ, sorted."""
-    found = []
-    for name in sorted({*first, *second}):
-        if not _is_same(first.get(name), second.get(name)):
-            found.append(name)
-    return found
+    every = sorted({*first, *second})
+    return [name for name in every if not _is_same(first.get(name), second.get(name))]
 
 
 def _settle(settings: dict[str, Any]) -> None:
@@ -206,7 +207,7 @@ def _settle(settings: dict[str, Any]) -> None:
 
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the tables that both have are the same."""
-    first, second = before.get("tables") or {}, now.get("tables") or {}
+    first, second = before.get("tables", {}), now.get("tables", {})
     both = first.keys() & second.keys()
     return all(first[name] == second[name] for name in both)
 

@@ -26,6 +26,15 @@ class CannotWrite(VLMBatchError):
     """A file cannot be written; earlier lines are whole."""
 
 
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raise CannotWrite for what the operating system says while a file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
+
+
 def encoded(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of valid UTF-8."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
@@ -43,13 +52,11 @@ class LineFile:
         self.path = Path(path)
         self._is_watched = is_watched and not is_device(self.path)
         self._size = 0
-        try:
-            if self.path.exists() and self.path.is_file():
+        with writing(path):
+            if self.path.is_file():
                 repair(self.path)
             mode = "a+b" if self._is_watched else "ab"
             self._file: BinaryIO = open(self.path, mode, buffering=0)  # type: ignore[assignment]  # noqa: SIM115
-        except OSError as error:
-            raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
         self._synced = time.monotonic()
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -146,15 +153,11 @@ def torn_bytes(path: Path) -> int:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         last = data[data.rfind(b"\n") + 1 :]
-    if not last:
-        return 0
     try:
         is_whole = isinstance(json.loads(last), dict)
     except ValueError:
         is_whole = False
-    if is_whole:
-        return 0
-    return len(last)
+    return 0 if is_whole else len(last)
 
 
 def has_lines(path: Path) -> bool:
@@ -249,8 +252,5 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    try:
-        with replacing(path) as beside:
-            beside.write_bytes(data)
-    except OSError as error:
-        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
+    with writing(path), replacing(path) as beside:
+        beside.write_bytes(data)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_batch.handle import Handle
@@ -21,9 +21,7 @@ from vlm_batch.jobs.arrow import (
 from vlm_batch.jobs.cells import (
     THE_TABLE,
     Columns,
-    flag_doubtful_media,
-    flag_overlooked_media,
-    row_of_cells,
+    checked_row,
 )
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.rows import InvalidJob
@@ -73,20 +71,14 @@ def map_table(
     """
     questions = Questions((prompt or DEFAULT_PROMPT,), system, params_of(params))
     names = (into, f"{into}_error", f"{into}_tokens")
-    given = Columns(image=image, video=video, audio=audio)
-    asked = _Asked(batcher, prompt, given, questions, names, progress)
-    # a library that nobody has imported has made no table
-    pandas, polars, datasets = map(sys.modules.get, ("pandas", "polars", "datasets"))
-    if pandas is not None and isinstance(table, pandas.DataFrame):
-        return _map_pandas(asked, table)
-    if polars is not None and isinstance(table, polars.LazyFrame):
-        raise InvalidJob("a LazyFrame is no table yet: collect() it")
-    if polars is not None and isinstance(table, polars.DataFrame):
-        return polars.from_arrow(_map_arrow(asked, table))
-    if datasets is not None and isinstance(table, datasets.Dataset):
-        return _map_dataset(asked, table)
-    if datasets is not None and isinstance(table, datasets.IterableDataset):
-        return _map_stream(asked, table, datasets)
+    own_prompt = "prompt" if prompt is None else None
+    given = Columns(image=image, video=video, audio=audio, prompt=own_prompt)
+    asked = _Asked(batcher, given, questions, names, progress)
+    for module, kind, mapped in _KINDS:
+        # a library that nobody has imported has made no table
+        library = sys.modules.get(module)
+        if library is not None and isinstance(table, getattr(library, kind)):
+            return mapped(asked, table)
     return _map_arrow(asked, table)
 
 
@@ -97,6 +89,16 @@ def _map_pandas(asked: _Asked, table: Any) -> Any:
 
     names = [str(name) for name in table.columns]
     return table.assign(**asked.lists(rows(), names, [], len(table)))
+
+
+def _map_lazy(asked: _Asked, table: Any) -> Any:
+    raise InvalidJob("a LazyFrame is no table yet: collect() it")
+
+
+def _map_polars(asked: _Asked, table: Any) -> Any:
+    import polars
+
+    return polars.from_arrow(_map_arrow(asked, table))
 
 
 def _map_dataset(asked: _Asked, table: Any) -> Any:
@@ -111,7 +113,6 @@ def _map_dataset(asked: _Asked, table: Any) -> Any:
 @dataclass(frozen=True)
 class _Asked:
     batcher: VLMBatcher
-    prompt: str | None
     given: Columns
     questions: Questions
     names: tuple[str, str, str]
@@ -124,24 +125,13 @@ class _Asked:
                 raise InvalidJob(
                     f"the table has a column {name!r} already; into= takes another name"
                 )
-        self._check_prompt(names)
+        if self.given.prompt is None:
+            self.questions.check_columns(names)
+        elif self.given.prompt not in names:
+            raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
         found = self.given.resolve(names, THE_TABLE, pictures)
         found.check_overlooked(names, THE_TABLE, self.questions.columns, asks=True)
-        if self.prompt is not None:
-            return found
-        return replace(found, prompt="prompt")
-
-    def _check_prompt(self, names: list[str]) -> None:
-        if self.prompt is None and "prompt" not in names:
-            raise InvalidJob("prompt= is needed: the table has no column 'prompt'")
-        if self.prompt is None:
-            return
-        missing = sorted(self.questions.columns - set(names))
-        if missing:
-            raise InvalidJob(
-                f"the prompt names {{{missing[0]}}}, which is no column; columns: {', '.join(names)} "
-                "(write {{ and }} for braces)"
-            )
+        return found
 
     def answers(
         self,
@@ -175,10 +165,9 @@ class _Asked:
     def _submitted(
         self, cells: Mapping[str, Any], columns: Columns, number: int
     ) -> Handle | Result:
-        row = row_of_cells(cells, columns, place=f"row {number}", folder="")
-        row = flag_doubtful_media(row, self.given, THE_TABLE)
-        if not columns.has_media:
-            row = flag_overlooked_media(row, THE_TABLE)
+        row = checked_row(
+            cells, columns, self.given, table=THE_TABLE, place=f"row {number}"
+        )
         return submitted_row(self.batcher, self.questions, row)
 
     def lists(
@@ -260,7 +249,9 @@ def _batches(
     yield from map(filled, waiting)  # batches without rows
 
 
-def _map_stream(asked: _Asked, dataset: Any, datasets: Any) -> Any:
+def _map_stream(asked: _Asked, dataset: Any) -> Any:
+    import datasets
+
     pictures = picture_features(dataset)
     bare = dataset
     # as they are stored: they are decoded when they are asked about
@@ -293,3 +284,13 @@ class _Stream:
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return str, (uuid.uuid4().hex,)
+
+
+#: Tables by the libraries that make them, and their ways; what is none of them is for pyarrow.
+_KINDS: tuple[tuple[str, str, Callable[[_Asked, Any], Any]], ...] = (
+    ("pandas", "DataFrame", _map_pandas),
+    ("polars", "LazyFrame", _map_lazy),
+    ("polars", "DataFrame", _map_polars),
+    ("datasets", "Dataset", _map_dataset),
+    ("datasets", "IterableDataset", _map_stream),
+)

@@ -6,7 +6,7 @@ A request is ``{"custom_id", "method", "url", "body"}``, an answer ``{"id", "cus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vlm_batch.jobs.cells import did_you_mean, id_of
@@ -145,13 +145,10 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     params = {}
     for name, value in body.items():
         if name in _PARAMS and value is not None:
-            params[_PARAMS[name]] = value
-    schema = _schema(params.pop("json_schema", None))
-    if schema is not None:
-        params["json_schema"] = schema
-    bias = _bias(params.get("logit_bias", {}))
-    if bias:
-        params["logit_bias"] = bias
+            ours = _PARAMS[name]
+            params[ours] = _CONVERSIONS.get(ours, _as_it_is)(value)
+    if params.get("json_schema", {}) is None:  # text
+        del params["json_schema"]
     top = body.get("top_logprobs") or 0
     if body.get("logprobs"):
         params["logprobs"] = top
@@ -169,8 +166,6 @@ def _bias(given: Any) -> dict[int, Any]:
 
 def _schema(given: Any) -> Mapping[str, Any] | None:
     """Return the schema of a ``response_format``; None for text. Raises ValueError."""
-    if given is None:
-        return None
     written = _mapping(given)
     kind = written.get("type")
     if kind == "text":
@@ -183,6 +178,16 @@ def _schema(given: Any) -> Mapping[str, Any] | None:
     raise ValueError(
         "response_format is text, json_object, or json_schema with its schema"
     )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "json_schema": _schema,
+    "logit_bias": _bias,
+}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -19,9 +19,11 @@ from vlm_batch.jobs.cells import (
     flag_doubtful_media,
     flag_overlooked_media,
 )
+from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Item, Questions, schema_fields
 from vlm_batch.jobs.rows import Ids, InvalidJob, JobRow, Shard, Source, count_of, digest
 from vlm_batch.jobs.sinks import NAMESPACES, Sink
+from vlm_batch.jobs.sources import Files
 from vlm_batch.jobs.stamps import Stamp
 from vlm_batch.jobs.summary import Kinds
 from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
@@ -30,6 +32,7 @@ from vlm_batch.jobs.tables import REQUEST_KEYS, Delimited, JsonLines
 ROW_FIELDS = frozenset({"id", "request_id", "images", "videos", "prompt"})
 #: Rows between two words on how many were counted.
 TOLD_ROWS = 1000
+
 #: Sources whose columns must be found.
 TABLES = (JsonLines, Delimited, ArrowTable)
 
@@ -99,19 +102,23 @@ class Plan:
             raise InvalidJob(
                 f"{rows} asked something else (prompt, messages, params or pictures): {_named(self.otherwise)}. {remedy}"
             )
-        num_known = self.done + self.failed_before
-        if self.others and not num_known:
+        if self.others and not self.num_before:
             raise InvalidJob(
                 f"none of the {count_of(self.others, 'answer')} in the output is to one of these rows: "
                 "are paths spelled as in its first run? --force goes on all the same"
             )
 
     @property
+    def num_before(self) -> int:
+        """The rows that earlier runs have asked."""
+        return self.done + self.failed_before
+
+    @property
     def left(self) -> int | None:
         """Rows to ask; None if their number is unknown."""
         if self.total is None:
             return None
-        return self.total - self.done - self.failed_before
+        return self.total - self.num_before
 
 
 @dataclass
@@ -140,6 +147,12 @@ class Job:
             for row in rows:
                 yield from self.questions.ask(row)
 
+    def ordered(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Return items in the order in which they are asked: pictures that are files, by their sizes."""
+        if all(isinstance(source, Files) for source in self.sources):
+            return by_size(items)
+        return items
+
     @cached_property
     def named(self) -> frozenset[str]:
         """Columns of rows that a prompt or the output names."""
@@ -158,7 +171,7 @@ class Job:
 
     def _rows_of(self, source: Source) -> Iterator[JobRow]:
         """Yield a source's rows; exceptions become the last row's error."""
-        watch = _MediaWatch(source)
+        watch = _watch(source)
         try:
             for row in map(self._known, source.rows()):
                 yield watch.seen(watch.checked(row))
@@ -170,7 +183,7 @@ class Job:
 
         Raises InvalidJob if a column holds pictures but no row has one.
         """
-        watch = _MediaWatch(source)
+        watch = _watch(source)
         try:
             for row in map(self._known, source.scan()):
                 sure = watch.checked(row)
@@ -207,7 +220,7 @@ class Job:
         """Return settings that resumed runs must share."""
         tables = {}
         for source in self.sources:
-            if source.numbered and not source.is_once:
+            if not source.is_once and source.numbered:
                 tables[source.name] = _fingerprint(source)
         return {
             **self.questions.settings(),
@@ -222,7 +235,7 @@ class Job:
         """Count rows; check columns, ids and the answers' form. ``counted`` is told now and then how many rows there are."""
         self._check_sources()
         if self.is_once:
-            self._check_carried(frozenset(), None)
+            _check_clear(self.carried, self._spaces(frozenset(), frozenset()))
             return Plan(None)
         plan, seen = Plan(0), _Seen()
         stamps = self.sink.stamps() if len(done) else {}
@@ -237,7 +250,7 @@ class Job:
         if not num_before:
             _check_ids(seen.twice)
         self._check_seen(seen)
-        plan.others = num_before - plan.done - plan.failed_before
+        plan.others = num_before - plan.num_before
         return plan
 
     def _check_seen(self, seen: _Seen) -> None:
@@ -266,32 +279,35 @@ class Job:
     def _check_columns(
         self, known: tuple[str, ...], where: str, fields: Set[str] = frozenset()
     ) -> None:
-        missing = sorted(self.questions.columns - set(known))
-        if missing:
-            raise InvalidJob(
-                f"the prompt names {{{missing[0]}}}, which is no column of {where}; columns: {', '.join(known) or 'none'} "
-                "(write {{ and }} for braces)"
-            )
+        self.questions.check_columns(known, f" of {where}")
         self._check_carried(frozenset(known), where, fields)
 
-    def _check_carried(
-        self, known: Set[str], where: str | None, fields: Set[str] = frozenset()
-    ) -> None:
+    def _check_carried(self, known: Set[str], where: str, fields: Set[str]) -> None:
         """Raise InvalidJob for an unknown or ambiguous output column."""
-        fields = fields | schema_fields(self.questions.params)
-        several = (ANSWER_FIELDS, fields, known - ROW_FIELDS)
-        spaces = dict(zip(NAMESPACES, several, strict=True))
+        spaces = self._spaces(known, fields)
+        _check_clear(self.carried, spaces)
+        of_answers = spaces["answer"] | spaces["parsed"]
         spelled = set(known)
         for space, names in spaces.items():
             spelled |= {f"{space}.{name}" for name in names}
         for name in self.carried:
-            there = [space for space, names in spaces.items() if name in names]
-            if len(there) > 1:
-                either = " or ".join(f"{space}.{name}" for space in there)
-                raise InvalidJob(f"{name!r} in --columns may be {either}; write which")
-            if where is None or there or name in spelled:
-                continue
-            raise _unknown_column(name, where, known, ANSWER_FIELDS | fields, spelled)
+            if name not in spelled | of_answers:
+                raise _unknown_column(name, where, known, of_answers, spelled)
+
+    def _spaces(self, known: Set[str], fields: Set[str]) -> dict[str, Set[str]]:
+        """Return what ``NAMESPACES`` hold: fields of answers, of their objects, and columns of rows."""
+        parsed = fields | schema_fields(self.questions.params)
+        several = (ANSWER_FIELDS, parsed, known - ROW_FIELDS)
+        return dict(zip(NAMESPACES, several, strict=True))
+
+
+def _check_clear(carried: Sequence[str], spaces: Mapping[str, Set[str]]) -> None:
+    """Raise InvalidJob for an output column that may be one of several."""
+    for name in carried:
+        there = [f"{space}.{name}" for space in spaces if name in spaces[space]]
+        if len(there) > 1:
+            either = " or ".join(there)
+            raise InvalidJob(f"{name!r} in --columns may be {either}; write which")
 
 
 def _unknown_column(
@@ -354,34 +370,39 @@ class _Seen:
 
 
 class _MediaWatch:
-    """A look at a source's rows: it finds media, or a column that holds them unread.
+    """A look at a source's rows, of which none is a table whose media are looked for.
 
     Attributes:
         has_media: Whether a row had any, or none is looked for.
         left_out: The error of the first row that names a picture in a column which nobody reads.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._given = source.own if isinstance(source, TABLES) else None
-        self._folder = os.path.dirname(source.name)
-        self.has_media = self._is_settled()
-        self.left_out: str | None = None
-
-    def _is_settled(self) -> bool:
-        if self._given is None or self._given.image == "":
-            return True
-        found = self._source.found
-        return found is not None and found.has_media
+    has_media = True
+    left_out: str | None = None
 
     def checked(self, row: JobRow) -> JobRow:
         """Add an error to a row whose column of pictures is a guess, and holds none."""
-        if self._given is None:
-            return row
-        return flag_doubtful_media(row, self._given, self._source.name, self._folder)
+        return row
 
     def seen(self, row: JobRow) -> JobRow:
         """Look at a row; of a source that is read but once, a row that names a picture fails."""
+        return row
+
+
+class _TableWatch(_MediaWatch):
+    """A look at a table's rows: it finds media, or a column that holds them unread."""
+
+    def __init__(self, source: Source, own: Columns) -> None:
+        self._source = source
+        self._own = own
+        self._folder = os.path.dirname(source.name)
+        found = source.found
+        self.has_media = found is not None and found.has_media
+
+    def checked(self, row: JobRow) -> JobRow:
+        return flag_doubtful_media(row, self._own, self._source.name, self._folder)
+
+    def seen(self, row: JobRow) -> JobRow:
         self.has_media = self.has_media or row.asks_about_media
         if self.has_media:
             return row
@@ -390,6 +411,12 @@ class _MediaWatch:
             return row
         self.left_out = self.left_out or flagged.error
         return flagged if self._source.is_once else row
+
+
+def _watch(source: Source) -> _MediaWatch:
+    if not isinstance(source, TABLES) or source.own.image == "":
+        return _MediaWatch()
+    return _TableWatch(source, source.own)
 
 
 def _check_ids(twice: Sequence[str]) -> None:

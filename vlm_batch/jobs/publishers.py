@@ -268,19 +268,21 @@ SAMPLE = Publisher(
 )
 
 
-def publisher_of(model: str, model_type: str | None = None) -> Publisher | None:
-    """Find who published a model, by its name or, where only one publisher has it, its model type.
+_BY_TYPE = {kind: one for one in PUBLISHERS for kind in one.model_types}
+#: Whoever is not known.
+UNKNOWN = Publisher(models=(), prompts=PLAIN_PROMPTS, source="our own words")
+
+
+def publisher_of(model: str, model_type: str | None = None) -> Publisher:
+    """Find who published a model, by its name or, where only one publisher has it, its model type; else ``UNKNOWN``.
 
     Args:
         model: A hub id or a path. The hub's own cache has the name in the middle of the path.
         model_type: What config.json says, if there is one.
     """
-    by_type: dict[str, Publisher] = {}
-    for publisher in PUBLISHERS:
-        by_type |= dict.fromkeys(publisher.model_types, publisher)
     for part in reversed(re.split(r"[/\\]", model)):
         name = re.sub(r"[^a-z0-9]", "", part.lower())
         for publisher in PUBLISHERS:
             if publisher.has_named(name):
                 return publisher
-    return by_type.get(model_type or "")
+    return _BY_TYPE.get(model_type or "", UNKNOWN)

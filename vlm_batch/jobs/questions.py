@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,19 +117,28 @@ class Questions:
         texts = (*self.prompts, self.system or "")
         return frozenset[str]().union(*map(columns_in, texts))
 
+    def check_columns(self, known: Collection[str], where: str = "") -> None:
+        """Raise InvalidJob if a prompt names a column that is none of those that are known ``where``."""
+        missing = sorted(self.columns.difference(known))
+        if missing:
+            raise InvalidJob(
+                f"the prompt names {{{missing[0]}}}, which is no column{where}; columns: {', '.join(known) or 'none'} "
+                "(write {{ and }} for braces)"
+            )
+
     def ask(self, row: JobRow) -> Iterator[Item]:
         """Yield the row's questions, filled in or with an ``error``."""
-        is_asked_once = row.error is not None or len(self.prompts) == 1
-        if is_asked_once or row.asks_itself:
+        if row.error is not None:
+            yield Item(row.id, row, error=row.error)
+            return
+        if len(self.prompts) == 1 or row.asks_itself:
             yield self._item(row.id, row, self.prompts[0])
             return
         for number, text in enumerate(self.prompts, 1):
             yield self._item(f"{row.id}#{number}", row, text)
 
     def _item(self, item_id: str, row: JobRow, text: str) -> Item:
-        item = Item(item_id, row, enable_thinking=self.enable_thinking, error=row.error)
-        if row.error is not None:
-            return item
+        item = Item(item_id, row, enable_thinking=self.enable_thinking)
         try:
             return self._filled(item, text)
         except ValueError as error:  # InvalidJob, InvalidParameters

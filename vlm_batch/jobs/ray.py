@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_batch._version import __version__
 from vlm_batch.assets import sample_model
+from vlm_batch.checks import demand
 from vlm_batch.errors import describe
 from vlm_batch.inputs.chats import split_messages
 from vlm_batch.inputs.fetch import Fetched, Unreadable, fetch, is_address
@@ -133,8 +134,7 @@ class Cluster:
             raise InvalidJob(
                 f"num_gpus is {num_gpus}; a worker uses one GPU, or a part of it: a number in 0..1"
             )
-        if not num_cpus >= 0:
-            raise InvalidJob(f"num_cpus is {num_cpus}; it must be at least 0")
+        demand(num_cpus >= 0, InvalidJob, "num_cpus", num_cpus, "at least 0")
         self._model = (model, dict(options or {}), __version__)
         self._address, self._shared_files = address, shared_files
         self._count, self._gpus, self._cpus = workers, num_gpus, num_cpus
@@ -208,11 +208,7 @@ class Cluster:
     def _start(self, ray: Any) -> Workers:
         all_gpus = float(ray.cluster_resources().get("GPU", 0))
         gpus = min(1.0, all_gpus) if self._gpus is None else self._gpus
-        machines = sum(
-            bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0
-            for node in ray.nodes()
-        )
-        count = self._count or max(1, int(all_gpus / gpus + 1e-9) if gpus else machines)
+        count = self._count or max(1, _most_workers(ray, all_gpus, gpus))
         options = self._model[1]
         ahead = (options.get("policy") or {}).get("look_ahead", DEFAULT_LOOK_AHEAD)
         room = (options.get("max_rows") or DEFAULT_ROWS) + ahead
@@ -230,6 +226,14 @@ class Cluster:
         return Workers(
             ray, [actor.remote() for _ in range(count)], self._model, room, self._say
         )
+
+
+def _most_workers(ray: Any, all_gpus: float, gpus: float) -> int:
+    """Return how many workers have room by their GPUs, or one a machine where they need none."""
+    if gpus:
+        return int(all_gpus / gpus + 1e-9)
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(resources.get("CPU", 0) > 0 for resources in alive)
 
 
 def to_send(request: Request, shared_files: bool) -> Request:

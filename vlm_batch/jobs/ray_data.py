@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,7 @@ from vlm_batch.errors import describe
 from vlm_batch.jobs.cells import (
     THE_DATASET,
     Columns,
-    flag_doubtful_media,
-    flag_overlooked_media,
-    row_of_cells,
+    checked_row,
 )
 from vlm_batch.jobs.questions import DEFAULT_PROMPT, Questions
 from vlm_batch.jobs.ray import ended, open_here
@@ -109,10 +108,7 @@ class Predictor:
         """Return a row of plain cells. Raises InvalidJob."""
         messages, params = cells.get("messages"), cells.get("sampling_params") or {}
         columns = self._columns_of(cells)
-        row = row_of_cells(cells, columns, place=place, folder="")
-        row = flag_doubtful_media(row, self._columns, THE_DATASET)
-        if not columns.has_media and not messages:
-            row = flag_overlooked_media(row, THE_DATASET)
+        row = checked_row(cells, columns, self._columns, table=THE_DATASET, place=place)
         right = "a mapping"
         is_right = isinstance(params, Mapping)
         demand(is_right, InvalidJob, "sampling_params", params, right)
@@ -137,30 +133,38 @@ class Predictor:
                 others, THE_DATASET, self._questions.columns, asks=True
             )
             return columns
-        if columns.image and cells[columns.image] is None:
-            return replace(columns, image=None)
-        return columns
+        # a chat needs no pictures beside it
+        image = columns.image or ""
+        has_none = cells.get(image) is None
+        return replace(columns, image="" if has_none else image)
 
 
+@singledispatch
 def _plain(value: Any) -> Any:
     """Return a cell as Python values, without Arrow's added None."""
-    if isinstance(value, Mapping):
-        return _plain_mapping(value)
-    if isinstance(value, (list, tuple)):
-        return list(map(_plain, value))
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return _plain(value.tolist())
     return value
 
 
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
-    held = {}
-    for name, one in value.items():
-        if one is not None:
-            held[str(name)] = _plain(one)
-    return held
+@_plain.register
+def _of_number(value: np.generic) -> Any:
+    return _plain(value.item())
+
+
+@_plain.register
+def _of_array(value: np.ndarray) -> Any:
+    return _plain(value.tolist()) if value.dtype == object else value
+
+
+@_plain.register(list)
+@_plain.register(tuple)
+def _of_list(value: Sequence[Any]) -> list[Any]:
+    return list(map(_plain, value))
+
+
+@_plain.register(Mapping)
+def _of_mapping(value: Mapping[Any, Any]) -> dict[str, Any]:
+    held = value.items()
+    return {str(name): _plain(one) for name, one in held if one is not None}
 
 
 def _column(values: list[Any]) -> np.ndarray:

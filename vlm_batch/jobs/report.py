@@ -81,9 +81,7 @@ def _times(record: Record) -> tuple[float, float] | None:
         return None
     created = float(record["created"])
     seconds = result_of(record).timings.total
-    if math.isnan(seconds):
-        seconds = 0.0
-    return created - seconds, created
+    return created - (0.0 if math.isnan(seconds) else seconds), created
 
 
 class _RunClock:

@@ -86,6 +86,7 @@ class Source:
 
     @property
     def found(self) -> Columns | None:
+        """The columns of a table that all of its rows have."""
         return None
 
     @property

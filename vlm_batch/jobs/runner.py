@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from vlm_batch.jobs.answers import record_of, with_form
 from vlm_batch.jobs.files import is_file_of, stat_of
 from vlm_batch.jobs.lines import Record
-from vlm_batch.jobs.order import by_size
 from vlm_batch.jobs.plan import Job, Plan
 from vlm_batch.jobs.questions import Item, Questions
 from vlm_batch.jobs.rows import Ids, InvalidJob, JobRow, Shard, Source, digest
@@ -204,11 +203,8 @@ class _JobStream:
         self._summary.begin()
         self._busy_before = self._busy_seconds()
         self._watch.began(self._batcher, self._summary)
-        first = self._left()
-        if all(isinstance(source, Files) for source in self._job.sources):
-            first = by_size(first)
         try:
-            self._answer(first)
+            self._answer(self._job.ordered(self._left()))
             self._answer(iter(self.second))
         except KeyboardInterrupt:
             self._summary.interrupted = True

@@ -28,7 +28,7 @@ class Sidecars(Sink):
     def __init__(
         self, suffix: str, folder: str, pictures: Pictures, sink: Sink | None
     ) -> None:
-        self._suffix = suffix if suffix.startswith(".") else f".{suffix}"
+        self._suffix = f".{suffix.removeprefix('.')}"
         if not _is_of_text(self._suffix):
             raise InvalidJob(
                 f"--sidecar {suffix} is no suffix for text; .txt and .caption are"
@@ -36,8 +36,8 @@ class Sidecars(Sink):
         self._pictures = pictures
         self._beside = Path(folder or ".") / f".vlm-batch{self._suffix}"
         self._header = self._beside if sink is None else Path(sink.name)
-        self._sink = sink or _TextFiles(self._beside, self._texts)
-        self.name = self._sink.name or f"*{self._suffix}"
+        self._sink = sink or _TextFiles(self._suffix, self._beside, self._texts)
+        self.name = self._sink.name
 
     def path_of(self, picture: str) -> Path:
         return Path(picture).expanduser().with_suffix(self._suffix)
@@ -123,8 +123,9 @@ def _is_of_text(suffix: str) -> bool:
 
 class _TextFiles(Sink):
     def __init__(
-        self, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]
+        self, suffix: str, header: Path, texts: Callable[[], Iterable[tuple[str, Path]]]
     ) -> None:
+        self.name = f"*{suffix}"
         self._header = header
         self._texts = texts
         self._stamps = Stamps(header)

@@ -11,11 +11,11 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, singledispatch
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 from vlm_batch.jobs import journal
 from vlm_batch.jobs.formats import DelimitedFile, Format, ParquetFile
@@ -29,6 +29,7 @@ from vlm_batch.jobs.lines import (
     linked_file,
     read_answers,
     replacing,
+    writing,
 )
 from vlm_batch.jobs.openai import line_of_answer, record_of_line
 from vlm_batch.jobs.rows import Ids, InvalidJob, spelled
@@ -49,14 +50,9 @@ FLAT_COLUMNS = (
 #: Prefixes of column names: the answer's fields, its parsed object's, its row's columns.
 NAMESPACES = ("answer", "parsed", "columns")
 
-#: Forms of outputs (None is JSON lines), and their names by file suffix.
-FORMS: Mapping[str, Format | None] = {
-    "jsonl": None,
-    "csv": DelimitedFile(),
-    "tsv": DelimitedFile("\t"),
-    "parquet": ParquetFile(),
-    "openai-batch": None,
-}
+#: OpenAI's batch form, and all forms of outputs; their names by file suffix.
+BATCH = "openai-batch"
+FORMS = ("jsonl", "csv", "tsv", "parquet", BATCH)
 SUFFIXES: Mapping[str, str] = {
     **dict.fromkeys(("", ".jsonl", ".ndjson"), "jsonl"),
     ".csv": "csv",
@@ -65,6 +61,15 @@ SUFFIXES: Mapping[str, str] = {
 }
 
 DELIMITED = ("csv", "tsv")
+
+
+def _formats(*, is_safe: bool) -> Mapping[str, Format]:
+    """Return the forms that are made at a job's end; others are JSON lines."""
+    return {
+        "csv": DelimitedFile(is_safe=is_safe),
+        "tsv": DelimitedFile("\t", is_safe=is_safe),
+        "parquet": ParquetFile(),
+    }
 
 
 def suffix_form(target: str) -> str | None:
@@ -90,9 +95,21 @@ class Sink:
                 "--resume needs a file to go on with; name it with --out FILE"
             )
 
+    def has_answers(self) -> bool:
+        """Whether earlier runs have left something here."""
+        return False
+
+    def records(self) -> Iterator[Record]:
+        """Yield the answers of earlier runs."""
+        return iter(())
+
     def existing(self) -> tuple[Ids, Ids]:
         """Return answered ids, and failed ones."""
-        return Ids(), Ids()
+        answered, failed = Ids(), Ids()
+        for record in self.records():
+            ids = failed if record.get("error") else answered
+            ids.add(str(record["id"]))
+        return answered, failed
 
     def stamps(self) -> Mapping[int, Stamp]:
         """Return stamps of answered rows (``Stamps.read``)."""
@@ -112,6 +129,10 @@ class Sink:
         """Make the output from stored answers, even of an interrupted job."""
 
     def close(self) -> None: ...
+
+
+#: Makes a line of an answer.
+LineOf: TypeAlias = Callable[[Record], Record]
 
 
 def open_sink(
@@ -135,51 +156,50 @@ def open_sink(
         InvalidJob: The form is unknown, or has fixed columns.
     """
     form = _form_of(target, form)
-    is_batch = form == "openai-batch"
-    if is_batch and columns:
-        raise InvalidJob("OpenAI's batch form has its own fields; leave --columns out")
-    line_of = partial(chosen, columns=columns)
-    if is_batch:
-        line_of = partial(line_of_answer, model=model)
-    written = FORMS[form]
-    if target == "-":
-        if written is not None:
+    path = Path(target).expanduser()
+    written = _formats(is_safe=spreadsheet_safe).get(form)
+    if written is not None:
+        if target == "-":
             raise InvalidJob(
                 f"--format {form} needs a file: it is made when the job ends; give it by --out FILE"
             )
+        return MadeFile(path, FLAT_COLUMNS if columns is None else columns, written)
+    line_of: LineOf = whole if columns is None else partial(chosen, columns=columns)
+    if form == BATCH:
+        if columns:
+            raise InvalidJob(
+                "OpenAI's batch form has its own fields; leave --columns out"
+            )
+        line_of = partial(line_of_answer, model=model)
+    if target == "-":
         return StandardOutput(line_of)
-    path = Path(target).expanduser()
-    if is_batch:
-        return BatchFile(path, line_of)
-    if isinstance(written, DelimitedFile) and not spreadsheet_safe:
-        written = DelimitedFile(written.separator, is_safe=False)
-    return AnswerFile(path, columns, written)
+    if is_device(path):
+        return Device(path, line_of)
+    kind = BatchFile if form == BATCH else AnswerFile
+    return kind(path, line_of)
 
 
 def _form_of(target: str, form: str | None) -> str:
     """Return the form that was named, or that the target's suffix says. Raises InvalidJob for one that is not known."""
-    if form is not None and form not in FORMS:
-        raise InvalidJob(
-            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
-        )
-    if form is not None:
-        return form
-    if target == "-":
-        return "jsonl"
-    said = suffix_form(target)
-    if said is None:
+    if form is None:
+        form = "jsonl" if target == "-" else suffix_form(target)
+    if form is None:
         known = ", ".join(filter(None, SUFFIXES))
         raise InvalidJob(
             f"cannot write {target}: {Path(target).suffix.lower()} is no form of output that is known here; {known} are, and "
             "--format says the form of other names"
         )
-    return said
+    if form not in FORMS:
+        raise InvalidJob(
+            f"there is no form {form!r} of outputs; {', '.join(FORMS)} are"
+        )
+    return form
 
 
 class StandardOutput(Sink):
     name = "-"
 
-    def __init__(self, line_of: Callable[[Record], Record]) -> None:
+    def __init__(self, line_of: LineOf) -> None:
         self._line_of = line_of
 
     def append(self, record: Record) -> None:
@@ -187,46 +207,68 @@ class StandardOutput(Sink):
         sys.stdout.flush()
 
 
-class AnswerFile(Sink):
-    """JSON lines, or, with a ``form``, a file made of them at the end."""
+class Device(Sink):
+    """A device or a pipe: it takes JSON lines, holds none, and has nothing beside it."""
 
-    def __init__(
-        self,
-        path: Path,
-        columns: tuple[str, ...] | None = None,
-        form: Format | None = None,
-    ) -> None:
+    def __init__(self, path: Path, line_of: LineOf) -> None:
         self.name = str(path)
-        # what lies beside it is the same by whatever name it is given
-        self.path = self.journal = path = linked_file(path)
-        self._columns = columns
-        if form is not None:
-            self.journal = path.with_name(f"{path.name}.journal.jsonl")
-            self._columns = FLAT_COLUMNS if columns is None else columns
-        self._line_of: Callable[[Record], Record] = partial(
-            chosen, columns=self._columns
-        )
-        self._form = form
-        self._file: LineFile | None = None
-        self._had_lines = False
-        self._stamps = Stamps(path)
+        self._path = path
+        self._line_of = line_of
+        self._held = contextlib.ExitStack()
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        journal.check_writable(self.path)
-        if not is_device(self.path):
-            return journal.locked(self.path)
-        if self._form is not None:
-            raise InvalidJob(
-                f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
-            )
+        journal.check_writable(self._path)
         return contextlib.nullcontext()
 
     def check(
         self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
     ) -> None:
-        if resume and overwrite:
-            raise InvalidJob("--resume and --overwrite exclude each other")
-        if overwrite or not self._has_answers():
+        _check_exclusive(resume, overwrite)
+
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None:
+        self._open(LineFile(self._path))
+
+    def _open(self, file: LineFile) -> None:
+        self._file = file
+        self._held.callback(file.close)
+
+    def append(self, record: Record) -> None:
+        self._file.append(self._line_of(record))
+
+    def finish(self) -> None:
+        self._file.sync()
+        self._file.check()
+
+    def close(self) -> None:
+        self._held.close()
+
+
+class AnswerFile(Device):
+    """JSON lines in a file, with a header, a lock and stamps beside it."""
+
+    def __init__(self, path: Path, line_of: LineOf) -> None:
+        # what lies beside it is the same by whatever name it is given
+        super().__init__(linked_file(path), line_of)
+        self.name = str(path)
+        self.path = self._path
+        self._stamps = Stamps(self.path)
+
+    @property
+    def journal(self) -> Path:
+        """The file that has answers as they come."""
+        return self.path
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        journal.check_writable(self.path)
+        return journal.locked(self.path)
+
+    def check(
+        self, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, force: bool
+    ) -> None:
+        _check_exclusive(resume, overwrite)
+        if overwrite or not self.has_answers():
             return
         if not resume:
             raise self._is_taken()
@@ -243,15 +285,8 @@ class AnswerFile(Sink):
             "or --overwrite replaces it"
         )
 
-    def _has_answers(self) -> bool:
+    def has_answers(self) -> bool:
         return has_lines(self.path) or has_lines(self.journal)
-
-    def existing(self) -> tuple[Ids, Ids]:
-        answered, failed = Ids(), Ids()
-        for record in self.records():
-            ids = failed if record.get("error") else answered
-            ids.add(str(record["id"]))
-        return answered, failed
 
     def stamps(self) -> Mapping[int, Stamp]:
         return self._stamps.read()
@@ -259,43 +294,85 @@ class AnswerFile(Sink):
     def begin(
         self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
     ) -> None:
-        if is_device(self.path):
-            self._file = LineFile(self.path)
-            return
         if overwrite:
             self._clear()
         elif drop_errors:
             self._drop_errors()
-        self._file = LineFile(self.journal, is_watched=True)
-        self._had_lines = self._form is not None and has_lines(self.path)
+        self._open(LineFile(self.journal, is_watched=True))
         journal.write_header(self.path, settings)
 
+    def _clear(self) -> None:
+        with writing(self.path):
+            self._stamps.clear()
+            self._clear_answers()
+
+    def _clear_answers(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.path, 0)
+
     def _drop_errors(self) -> None:
-        """Write the output and the journal anew without the rows that failed."""
-        if has_lines(self.journal):
-            with replacing(self.journal) as beside:
-                file = LineFile(beside)
-                for record in _without_errors(read_answers(self.journal)):
-                    file.append(record)
-                file.close()
-        if self._form is not None and has_lines(self.path):
-            self._make(lambda: _without_errors(self._made()))
+        """Write the answers anew without the rows that failed."""
+        with replacing(self.journal) as beside:
+            file = LineFile(beside)
+            for record in _without_errors(read_answers(self.journal)):
+                file.append(record)
+            file.close()
 
     def stamp(self, line: Record) -> None:
-        if not is_device(self.path):
-            self._stamps.add(line)
+        self._stamps.add(line)
 
-    def append(self, record: Record) -> None:
-        assert self._file is not None
-        self._file.append(self._line_of(record))
+    def records(self) -> Iterator[Record]:
+        there = Ids()
+        for record in self._lines():
+            if there.add(str(record["id"])):
+                yield record
+
+    def _lines(self) -> Iterator[Record]:
+        return read_answers(self.journal)
+
+    def close(self) -> None:
+        self._stamps.close()
+        super().close()
+
+
+class MadeFile(AnswerFile):
+    """A file that is made of JSON lines when the job ends; until then they lie beside it."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...], form: Format) -> None:
+        super().__init__(path, partial(chosen, columns=columns))
+        self._columns = tuple(map(spelled, columns))
+        self._form = form
+        self._had_lines = False
+
+    @property
+    def journal(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.journal.jsonl")
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        lock = super().locked()
+        if is_device(self.path):
+            raise InvalidJob(
+                f"{self.path} is no file; CSV and Parquet need one, and JSON lines (--format jsonl) do not"
+            )
+        return lock
+
+    def begin(
+        self, settings: Mapping[str, Any], *, overwrite: bool, drop_errors: bool
+    ) -> None:
+        super().begin(settings, overwrite=overwrite, drop_errors=drop_errors)
+        self._had_lines = has_lines(self.path)
+
+    def _clear_answers(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.journal.unlink(missing_ok=True)
+
+    def _drop_errors(self) -> None:
+        super()._drop_errors()
+        if has_lines(self.path):
+            self._make(lambda: _without_errors(self._form.read(self.path)))
 
     def finish(self) -> None:
-        if self._file is None:
-            return
-        self._file.sync()
-        self._file.check()
-        if self._form is None:
-            return
+        super().finish()
         if self._had_lines and not has_lines(self.path):
             raise CannotWrite(
                 f"{self.path} was deleted or emptied while the job ran, with the answers of earlier runs; those of this "
@@ -306,45 +383,16 @@ class AnswerFile(Sink):
         self.close()
         self.journal.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        self._stamps.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _clear(self) -> None:
-        try:
-            self._stamps.clear()
-            if self._form is not None:
-                self.path.unlink(missing_ok=True)
-                self.journal.unlink(missing_ok=True)
-            elif self.path.exists():
-                os.truncate(self.path, 0)
-        except OSError as error:
-            raise CannotWrite(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _made(self) -> Iterator[Record]:
-        """Yield the records of a file that an earlier run made at its end."""
-        if self._form is None or not has_lines(self.path):
-            return iter(())
-        return self._form.read(self.path)
-
-    def records(self) -> Iterator[Record]:
-        """Yield the file's answers, then those only in the journal."""
-        there = Ids()
-        for record in self._made():
-            there.add(str(record["id"]))
-            yield record
-        for record in read_answers(self.journal):
-            if there.add(str(record["id"])):
-                yield record
+    def _lines(self) -> Iterator[Record]:
+        """Yield the answers that an earlier run made the file of, then those only in the journal."""
+        if has_lines(self.path):
+            yield from self._form.read(self.path)
+        yield from super()._lines()
 
     def _make(self, records: Callable[[], Iterator[Record]]) -> None:
-        assert self._form is not None
-        columns = tuple(map(spelled, self._columns or ()))
         try:
             with replacing(self.path) as beside:
-                self._form.write(beside, records, columns)
+                self._form.write(beside, records, self._columns)
         except Exception as error:
             # a full disk, or whatever Arrow finds: the journal has every answer
             why: object = error
@@ -356,9 +404,7 @@ class AnswerFile(Sink):
 
 
 class BatchFile(AnswerFile):
-    def __init__(self, path: Path, line_of: Callable[[Record], Record]) -> None:
-        super().__init__(path)
-        self._line_of = line_of
+    """Lines in OpenAI's batch form."""
 
     def records(self) -> Iterator[Record]:
         for line in super().records():
@@ -369,16 +415,24 @@ class BatchFile(AnswerFile):
             yield record_of_line(line)
 
 
+def _check_exclusive(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise InvalidJob("--resume and --overwrite exclude each other")
+
+
 def _without_errors(records: Iterator[Record]) -> Iterator[Record]:
     return itertools.filterfalse(operator.methodcaller("get", "error"), records)
 
 
-def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
+def whole(record: Record) -> Record:
+    """Return an answer without its row's columns."""
+    kept = dict(record)
+    del kept["columns"]
+    return kept
+
+
+def chosen(record: Record, columns: tuple[str, ...]) -> Record:
     """Return the ``columns`` of an answer; ``NAMESPACES`` tell equal names apart."""
-    if columns is None:
-        kept = dict(record)
-        kept.pop("columns", None)
-        return kept
     own = {**record, **record["usage"], "seconds": record["timings"]["total"]}
     parsed = record.get("parsed")
     if not isinstance(parsed, Mapping):
@@ -392,16 +446,36 @@ def chosen(record: Record, columns: tuple[str, ...] | None) -> Record:
     return {name: plain(flat.get(name)) for name in columns}
 
 
+@singledispatch
 def plain(value: Any) -> Any:
     """Return what JSON can hold of a value: it has no NaN, no infinity and no bytes."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (str, int, NoneType)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
-    if isinstance(value, (bytes, bytearray)):
-        return f"{len(value)} bytes"
     return str(value)
+
+
+@plain.register(str)
+@plain.register(int)
+@plain.register(NoneType)
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@plain.register
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@plain.register(Mapping)
+def _plain_object(value: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(name): plain(one) for name, one in value.items()}
+
+
+@plain.register(list)
+@plain.register(tuple)
+def _plain_list(value: Sequence[Any]) -> list[Any]:
+    return list(map(plain, value))
+
+
+@plain.register(bytes)
+@plain.register(bytearray)
+def _size_of_bytes(value: bytes) -> str:
+    return f"{len(value)} bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import sys
 import tarfile
@@ -32,6 +33,7 @@ from vlm_batch.jobs.files import (
     check_there,
     expanded,
     kind_of,
+    without_query,
 )
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Source, SourceFile, name_of
 from vlm_batch.jobs.tables import Delimited, JsonLines
@@ -47,6 +49,7 @@ _TABLES: tuple[tuple[tuple[str, ...], Callable[[str, Columns], Source]], ...] = 
     (LINES, JsonLines),
     (DELIMITED, Delimited),
     (PARQUET, Parquet),
+    (TAR, lambda path, columns: Tar(path)),
 )
 #: Columns of files, which prompts may name.
 FILE_COLUMNS = ("path", "name", "stem", "folder")
@@ -148,12 +151,9 @@ def _table(path: str, reading: Reading) -> list[Source] | None:
         return None
     columns, name = reading.columns, path.lower()
     if os.path.isdir(path):
-        has_dataset = is_dataset(path)
-        if has_dataset:
-            return list(datasets_in(path, columns, reading.split))
-        return None
-    if name.endswith(TAR):
-        return [Tar(_there(path))]
+        if not is_dataset(path):
+            return None
+        return list(datasets_in(path, columns, reading.split))
     for suffixes, kind in _TABLES:
         if name.endswith(suffixes):
             return [kind(_there(path), columns)]
@@ -284,8 +284,7 @@ def _pages(
 
 def file_columns(path: str) -> Mapping[str, Any]:
     """Return what prompts may name of a file."""
-    bare = path.partition("?")[0] if is_address(path) else path
-    name = os.path.basename(bare)
+    name = os.path.basename(without_query(path))
     return {
         "path": path,
         "name": name,
@@ -311,22 +310,20 @@ class Tar(SourceFile):
         return self._rows(with_pictures=False)
 
     def _rows(self, *, with_pictures: bool) -> Iterator[JobRow]:
-        key, members = None, dict[str, bytes]()
+        after = ""
         try:
             with tarfile.open(self.path) as archive:
-                for this, suffix, member in _members(archive):
-                    if this != key and key is not None:
-                        yield self._row(key, members)
-                        members = {}
-                    key = this
-                    members[suffix] = b""
-                    if _is_wanted(member, suffix, with_pictures):
-                        members[suffix] = self._data(archive, member)
-                if key is not None:
+                grouped = itertools.groupby(_members(archive), operator.itemgetter(0))
+                for key, parts in grouped:
+                    after = f" after {key}"
+                    members: dict[str, bytes] = {}
+                    for _, suffix, member in parts:
+                        members[suffix] = b""
+                        if _is_wanted(member, suffix, with_pictures):
+                            members[suffix] = self._data(archive, member)
                     yield self._row(key, members)
                 _check_end(archive)
         except (tarfile.TarError, OSError, EOFError) as error:
-            after = f" after {key}" if key is not None else ""
             yield JobRow(
                 id=f"{self.path}:damaged",
                 error=f"{self.path} is damaged{after}: {error}",

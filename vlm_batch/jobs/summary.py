@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import random
 import re
@@ -106,11 +107,10 @@ class Course:
 
     def add(self, seconds: float) -> None:
         while seconds >= self.width * MAX_BINS:
-            pairs = [*self.counts, 0] if len(self.counts) % 2 else self.counts
-            self.counts = [
-                first + second
-                for first, second in zip(pairs[::2], pairs[1::2], strict=True)
-            ]
+            pairs = itertools.zip_longest(
+                self.counts[::2], self.counts[1::2], fillvalue=0
+            )
+            self.counts = list(map(sum, pairs))
             self.width *= 2
         bin_number = int(seconds / self.width)
         self.counts += [0] * (bin_number + 1 - len(self.counts))

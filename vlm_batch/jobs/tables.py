@@ -49,12 +49,10 @@ class JsonLines(SourceFile):
         return self._has_places()
 
     def _has_places(self) -> bool:
-        if self.stream is not None:
-            return False
         try:
             with open_text(self.path) as lines:
                 return any(map(self._is_place, lines, self._places()))
-        except Exception:  # as in the base class
+        except Exception:  # as in the base class; standard input is no file
             return False
 
     def _places(self) -> Iterator[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from mlx_vlm.server.responses_state import (
     ThinkingStreamState,
@@ -35,6 +37,10 @@ _NAMED_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
+#: Pieces of calls, in OpenAI's form.
+Calls: TypeAlias = tuple[Mapping[str, Any], ...]
+
+
 class UnreadableCall(Exception):
     """A tool call cannot be parsed, or contradicts what was streamed."""
 
@@ -43,7 +49,7 @@ class UnreadableCall(Exception):
 class Delta:
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_calls: Calls = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     token_ids: tuple[int, ...] = ()  # if they are asked for
 
@@ -89,10 +95,11 @@ class Dialect:
         self._tokenizer = copy_for_thread(
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's
-        self._special = set(self._tokenizer.all_special_ids)
-        for token, added in self._tokenizer.added_tokens_decoder.items():
-            if added.special:
-                self._special.add(token)
+        added = self._tokenizer.added_tokens_decoder
+        self._special = {
+            *self._tokenizer.all_special_ids,
+            *(token for token in added if added[token].special),
+        }
         self._shows_special = shows_special
         self._usually_hidden = processing.around if shows_special else self._special
         self._template = processing.chat_template
@@ -104,12 +111,9 @@ class Dialect:
         )
         pairs = ThinkingStreamState._build_open_close_markers(None, None)
         text = _template_text(self._template) or ""
-        self.reasons = _response_template_tokenizer(self._processor) is not None or any(
-            end in text for _, end in pairs
-        )
-        self._hidden = self._hidden_markers(
-            [marker for pair in pairs for marker in pair]
-        )
+        has_parser = _response_template_tokenizer(self._processor) is not None
+        self.reasons = has_parser or any(end in text for _, end in pairs)
+        self._hidden = self._hidden_markers(list(chain.from_iterable(pairs)))
 
     @cached_property
     def abilities(self) -> Abilities:
@@ -185,18 +189,13 @@ class Dialect:
         is_forced: bool = False,
     ) -> AnswerReader:
         """Return a reader of one answer; an answer that ``is_forced`` to be calls has no content."""
-        reasoning = (
-            make_response_stream_state(self._processor, thinking)
-            if self.reasons
-            else None
-        )
-        return AnswerReader(
-            reasoning,
-            self.tool_module if tools else None,
-            tools,
-            self._hidden,
-            is_forced,
-        )
+        reasoning = None
+        if self.reasons:
+            reasoning = make_response_stream_state(self._processor, thinking)
+        module = self.tool_module if tools else None
+        is_plain = reasoning is None and module is None
+        hidden = {} if is_plain else self._hidden
+        return AnswerReader(reasoning, module, tools, hidden, is_forced=is_forced)
 
     def _hidden_markers(self, markers: Sequence[str]) -> dict[int, str]:
         """Return markers that decoding omits, by id."""
@@ -225,91 +224,143 @@ class Dialect:
         return text, bytes(map(_BYTES.__getitem__, raw))
 
 
-@dataclass
-class AnswerReader:
-    """Reads an answer's events; ``reasoning`` is mlx-vlm's state, or None. By default all is content."""
+class _NoThoughts:
+    """An answer in which nothing is reasoning."""
 
-    reasoning: Any = None
-    tool_module: Any = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    hidden: Mapping[int, str] = field(default_factory=dict)
-    is_forced: bool = False
-    has_calls: bool = False
-    reasoning_tokens: int = 0
+    num_tokens = 0
 
-    def __post_init__(self) -> None:
-        module = self.tool_module
-        self._shown = (
-            ToolCallStreamState(module.tool_call_start, module.tool_call_end)
-            if module
-            else None
-        )
-        self._calls = ToolCallDeltaState(module, list(self.tools)) if module else None
+    def count(self) -> None:
+        """Count a token that came."""
+
+    def split(self, text: str, *, last: bool) -> tuple[str, str]:
+        """Return what is reasoning of the text so far, and what is content."""
+        return "", text
+
+
+class _Thoughts(_NoThoughts):
+    """Reasoning, as mlx-vlm's state finds it."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def count(self) -> None:
+        state = self._state
+        if isinstance(state, ThinkingStreamState) and state.in_thinking:
+            self.num_tokens += 1
+
+    def split(self, text: str, *, last: bool) -> tuple[str, str]:
+        told = self._state.feed(text, last=last)
+        return told.reasoning or "", told.content or ""
+
+
+class _NoCalls:
+    """An answer in which nothing is a call."""
+
+    has_any = False
+
+    def split(self, content: str, *, last: bool) -> tuple[str, Calls]:
+        """Return what clients see of content, and the pieces of calls in it. Raises UnreadableCall."""
+        return content, ()
+
+    def ended(self, delta: Delta) -> Delta:
+        """Return the last piece of an answer, with what is left of its calls. Raises UnreadableCall."""
+        return delta
+
+
+class _Calls(_NoCalls):
+    """Calls within content, as mlx-vlm's parser finds them; an answer that ``is_forced`` to be calls has nothing else."""
+
+    def __init__(
+        self, module: Any, tools: Sequence[Mapping[str, Any]], *, is_forced: bool
+    ) -> None:
+        self._module = module
+        self._tools = list(tools)
+        self._is_forced = is_forced
+        self._shown = ToolCallStreamState(module.tool_call_start, module.tool_call_end)
+        self._state = ToolCallDeltaState(module, self._tools)
         self._content: list[str] = []  # with its calls
 
+    def split(self, content: str, *, last: bool) -> tuple[str, Calls]:
+        self._content.append(content)
+        try:
+            calls = tuple(self._state.feed(content))
+        except (ValueError, RecursionError) as error:
+            raise UnreadableCall(str(error)) from error
+        self.has_any = self.has_any or bool(calls)
+        if self._is_forced:
+            return "", calls
+        return self._shown.feed(content, last=last) or "", calls
+
+    def ended(self, delta: Delta) -> Delta:
+        text = "".join(self._content)
+        found = process_tool_calls(text, self._module, self._tools).calls
+        num_begun = text.count(self._module.tool_call_start)
+        if len(found) < num_begun and _TOO_LONG.search(text):
+            raise UnreadableCall("it has a number of more than 4,300 digits")
+        # the answer ended inside a call: what was given out of it stands
+        if len(found) < len(self._state.calls):
+            self.has_any = bool(found)
+            return replace(delta, content="")
+        try:
+            rest = self._state.finish(found)
+        except ValueError as error:
+            raise UnreadableCall(str(error)) from error
+        self.has_any = self.has_any or bool(found)
+        return replace(delta, tool_calls=(*delta.tool_calls, *rest))
+
+
+class AnswerReader:
+    """Reads an answer's events: first its reasoning is parted from the rest, then its calls. By default all is content.
+
+    Args:
+        reasoning: mlx-vlm's state of reasoning.
+        tool_module: mlx-vlm's parser of calls.
+        tools: What may be called.
+        hidden: Markers that decoding leaves out, by token.
+        is_forced: The answer is calls alone.
+    """
+
+    def __init__(
+        self,
+        reasoning: Any = None,
+        tool_module: Any = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        hidden: Mapping[int, str] = MappingProxyType({}),
+        *,
+        is_forced: bool = False,
+    ) -> None:
+        self._hidden = hidden
+        self._thoughts, self._calls = _NoThoughts(), _NoCalls()
+        if reasoning is not None:
+            self._thoughts = _Thoughts(reasoning)
+        if tool_module is not None:
+            self._calls = _Calls(tool_module, tools, is_forced=is_forced)
+
+    @property
+    def has_calls(self) -> bool:
+        return self._calls.has_any
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._thoughts.num_tokens
+
     def feed(self, event: Event) -> Delta:
-        logprobs = () if event.logprobs is None else (event.logprobs,)
-        if not self._reads:
-            return Delta(event.text, logprobs=logprobs)
         text = event.text
         if event.token is not None:
-            marker = self.hidden.get(event.token, "")
+            marker = self._hidden.get(event.token, "")
             if marker not in text:
                 text = marker + text
-            self._count_thought()
+            self._thoughts.count()
+        logprobs = () if event.logprobs is None else (event.logprobs,)
         return self._read(text, logprobs, last=False)
-
-    def _count_thought(self) -> None:
-        state = self.reasoning
-        if isinstance(state, ThinkingStreamState) and state.in_thinking:
-            self.reasoning_tokens += 1
 
     def finish(self) -> Delta:
         """Return held-back text and calls."""
-        if not self._reads:
-            return Delta()
-        delta = self._read("", (), last=True)
-        if self._calls is None:
-            return delta
-        text = "".join(self._content)
-        found = process_tool_calls(text, self.tool_module, list(self.tools)).calls
-        if len(found) < text.count(
-            self.tool_module.tool_call_start
-        ) and _TOO_LONG.search(text):
-            raise UnreadableCall("it has a number of more than 4,300 digits")
-        # the answer ended inside a call: what was given out of it stands
-        if len(found) < len(self._calls.calls):
-            self.has_calls = bool(found)
-            return Delta(reasoning=delta.reasoning, tool_calls=delta.tool_calls)
-        try:
-            rest = self._calls.finish(found)
-        except ValueError as error:
-            raise UnreadableCall(str(error)) from error
-        self.has_calls = self.has_calls or bool(found)
-        return Delta(delta.content, delta.reasoning, (*delta.tool_calls, *rest))
-
-    @property
-    def _reads(self) -> bool:
-        return self.reasoning is not None or self.tool_module is not None
+        return self._calls.ended(self._read("", (), last=True))
 
     def _read(
         self, text: str, logprobs: tuple[TokenLogprobs, ...], *, last: bool
     ) -> Delta:
-        reasoning, content = "", text
-        if self.reasoning is not None:
-            told = self.reasoning.feed(text, last=last)
-            reasoning = told.reasoning or ""
-            content = told.content or ""
-        if self._shown is None or self._calls is None:
-            return Delta(content, reasoning, logprobs=logprobs)
-        self._content.append(content)
-        try:
-            calls = tuple(self._calls.feed(content))
-        except (ValueError, RecursionError) as error:
-            raise UnreadableCall(str(error)) from error
-        if calls:
-            self.has_calls = True
-        if self.is_forced:
-            return Delta("", reasoning, calls, logprobs)
-        shown = self._shown.feed(content, last=last)
-        return Delta(shown or "", reasoning, calls, logprobs)
+        reasoning, content = self._thoughts.split(text, last=last)
+        shown, calls = self._calls.split(content, last=last)
+        return Delta(shown, reasoning, calls, logprobs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_batch.errors import InvalidParameters, InvalidPrompt
 from vlm_batch.server.calls import CallWriter, CannotForce
 from vlm_batch.server.config import RECOMMENDED, ServerConfig
-from vlm_batch.server.errors import ApiError, refusal
+from vlm_batch.server.errors import ApiError, refusing
+from vlm_batch.server.wire import ANY
 from vlm_batch.types import FORMS, Request, SamplingParams, Template
 
 #: ``max_tokens`` of an answer that says no number, as llama.cpp's and LM Studio's clients write it.
@@ -30,22 +30,21 @@ class Abilities:
 
     Attributes:
         writer: The model's form of tool calls, if it has one.
-        reads: The arguments that its chat template reads; None where that is unknown.
+        reads: The arguments that its chat template reads; by default, every one.
         recommended: The folder's sampling, for requests that ask for it.
         thinks: Whether the model may think; how much has no meaning for others.
     """
 
     writer: CallWriter | None = None
-    reads: Collection[str] | None = None
+    reads: Container[str] = ANY
     recommended: Mapping[str, Any] = field(default_factory=dict)
     thinks: bool = True
 
     def readable(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of a template's arguments that it reads; none if the model does not think."""
-        if not self.thinks or self.reads is None:
+        if not self.thinks:
             return {}
-        names = asked.keys() & set(self.reads)
-        return {name: asked[name] for name in names}
+        return {name: asked[name] for name in asked if name in self.reads}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class ToolChoice:
         mode: "auto", "none" or "required".
         named: The one tool that it must call.
         allowed: The tools that the model sees; None: all.
-        one_only: At most one call.
+        one_only: At most one call, as of a tool that is named.
     """
 
     mode: str = "auto"
@@ -181,10 +180,8 @@ def params_of(
         params["grammar"] = grammar
     if params.get("max_tokens") in (None, NO_LIMIT):
         params["max_tokens"] = config.default_max_tokens
-    try:
+    with refusing():
         return SamplingParams(**params)
-    except InvalidParameters as error:
-        raise refusal(error) from error
 
 
 # Thinking and templates ------------------------------------------------------------------------------------------------
@@ -200,23 +197,19 @@ def _template(
     args = given.pop("args", {})
     if config.enable_thinking and "enable_thinking" not in args:
         given.setdefault("enable_thinking", True)
-    if able.reads is not None:
-        given = _without_no_thinking(given, able.reads)
-        args = _without_no_thinking(args, able.reads)
-    reads_effort = "reasoning_effort" in (able.reads or ())
-    if not able.thinks and not reads_effort:
+    given = _without_no_thinking(given, able.reads)
+    args = _without_no_thinking(args, able.reads)
+    if not able.thinks and "reasoning_effort" not in able.reads:
         given.pop("reasoning_effort", None)
     escapes = config.escape_special_tokens
-    try:
+    with refusing():
         return Template(
             tools=tools or None, args=args, escape_special_tokens=escapes, **given
         )
-    except InvalidPrompt as error:
-        raise refusal(error) from error
 
 
 def _without_no_thinking(
-    given: Mapping[str, Any], reads: Collection[str]
+    given: Mapping[str, Any], reads: Container[str]
 ) -> dict[str, Any]:
     """Return arguments without those that say not to think to a template that does not read them."""
     found = dict(given)
@@ -249,9 +242,9 @@ def _offered(
         by_name[name] = tool
     if choice.allowed is None:
         return tuple(tools)
-    for name in sorted(choice.allowed):
-        if name not in by_name:
-            raise _no_tool(name, list(by_name))
+    unknown = sorted(set(choice.allowed) - by_name.keys())
+    if unknown:
+        raise _no_tool(unknown[0], list(by_name))
     return tuple(by_name[name] for name in by_name if name in choice.allowed)
 
 
@@ -259,11 +252,10 @@ def _call_grammar(
     choice: ToolChoice, tools: Sequence[Mapping[str, Any]], writer: CallWriter | None
 ) -> str | None:
     """Return the grammar that restricts tool calls, or None."""
-    names = [name_of(tool) for tool in tools]
-    if choice.named is not None:
-        tools = [tool for tool in tools if name_of(tool) == choice.named]
+    names = list(map(name_of, tools))
+    tools = [tool for tool in tools if choice.named in (None, name_of(tool))]
     if choice.is_forced and not tools:
-        raise _no_tool(choice.named, names)
+        raise _no_tool(choice.named or "", names)
     field_name = _what_holds(choice, tools)
     if field_name is None:
         return None
@@ -277,9 +269,9 @@ def _call_grammar(
         what = "one call" if choice.one_only else "strict"
         only = "only with tool_choice required or a tool's name"
         raise cannot(f"{what} {only}: this model's calls begin like other text")
-    several = choice.named is None and not choice.one_only
+    is_free, several = not choice.is_forced, not choice.one_only
     try:
-        return writer.grammar(tools, several=several, is_free=not choice.is_forced)
+        return writer.grammar(tools, several=several, is_free=is_free)
     except CannotForce as error:
         raise cannot(error) from error
 
@@ -296,10 +288,9 @@ def _what_holds(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str |
     return "tools" if is_strict else None
 
 
-def _no_tool(name: str | None, names: Sequence[str]) -> ApiError:
-    if name is None or not names:
-        said = "no tools are given; name them in tools"
-    else:
+def _no_tool(name: str, names: Sequence[str]) -> ApiError:
+    said = "no tools are given; name them in tools"
+    if names:
         given = ", ".join(one[:100] for one in names[:10])
         said = f"there is no tool {name[:100]!r}; given: {given}"
     return ApiError(400, f"tool_choice: {said}", param="tool_choice")
@@ -307,4 +298,4 @@ def _no_tool(name: str | None, names: Sequence[str]) -> ApiError:
 
 def no_tools() -> ApiError:
     """Return the refusal of a choice among no tools."""
-    return _no_tool(None, ())
+    return _no_tool("", ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +103,17 @@ def no_usage() -> dict[str, Any]:
 
 def add_usage(total: dict[str, Any], usage: Mapping[str, Any]) -> None:
     """Add an answer's tokens, whatever its door calls them."""
-    found: Counter[str] = Counter()
+    found = {}
     for name, value in usage.items():
         kind = name.replace("prompt_", "input_").replace("completion_", "output_")
-        found[kind] = value if isinstance(value, int) else 0
-        details = value if isinstance(value, Mapping) else {}
-        for part in total[kind].keys() & details.keys() if details else ():
-            total[kind][part] += details[part] or 0
-    for kind in ("input_tokens", "output_tokens", "total_tokens"):
-        total[kind] += found[kind]
+        found[kind] = value
+    _add_counts(total, found)
+
+
+def _add_counts(total: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Add numbers by their names; those that are not there, or null, are none."""
+    for name, value in total.items():
+        if isinstance(value, dict):
+            _add_counts(value, found.get(name) or {})
+        else:
+            total[name] += found.get(name) or 0

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from vlm_batch.errors import InvalidRequest
 from vlm_batch.jobs.lines import CannotWrite, LineFile, read_answers
 from vlm_batch.jobs.rows import Ids
 from vlm_batch.server.batch_lines import (
@@ -30,7 +29,7 @@ from vlm_batch.server.batch_lines import (
 from vlm_batch.server.bodies import check_body
 from vlm_batch.server.door import Core
 from vlm_batch.server.edge import MAX_NESTED, MAX_VALUES, ByteQuota, Entry, NoRoom
-from vlm_batch.server.errors import ApiError, json_bytes, refusal
+from vlm_batch.server.errors import ApiError, json_bytes
 from vlm_batch.server.exchange import Exchange
 from vlm_batch.server.private import AGE, new_id
 from vlm_batch.server.stored import FileStore
@@ -129,7 +128,7 @@ class Batches:
         self._held = ByteQuota(most, config.max_body)
         self._runs: dict[str, BatchRun] = {}
         self._driving: dict[str, asyncio.Task[None]] = {}
-        self._sweeping: asyncio.Task[None] | None = None
+        self._sweeping: list[asyncio.Task[None]] = []
         self._num_asked = 0
         self._has_ended = asyncio.Event()
 
@@ -147,13 +146,11 @@ class Batches:
             self._drive(run)
         if left:
             logger.info("going on with %d batches", len(left))
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping.append(asyncio.create_task(self._sweep()))
 
     async def close(self) -> None:
         """End what runs; a later server goes on with it."""
-        tasks = [*self._driving.values()]
-        if self._sweeping is not None:
-            tasks.append(self._sweeping)
+        tasks = [*self._driving.values(), *self._sweeping]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -230,12 +227,10 @@ class Batches:
 
     def _release(self, run: BatchRun) -> None:
         input_id = run.shown["input_file_id"]
-        others = [one for one in self._runs.values() if not one.has_ended]
-        still = [one.id for one in others if one.shown["input_file_id"] == input_id]
-        if still:
-            self._store.used_by[input_id] = still[0]
-        else:
-            self._store.used_by.pop(input_id, None)
+        self._store.used_by.pop(input_id, None)
+        for one in self._runs.values():
+            if not one.has_ended and one.shown["input_file_id"] == input_id:
+                self._store.used_by.setdefault(input_id, one.id)
 
     async def _through_states(self, run: BatchRun) -> None:
         path = self._store.path(run.shown["input_file_id"])
@@ -357,8 +352,6 @@ class Batches:
                 return whole
             except ApiError as error:
                 answer = error
-            except InvalidRequest as error:
-                answer = refusal(error)
             except Exception:
                 logger.exception("request %s failed", entry.request_id)
                 said = f"the server failed; its log has more under {entry.request_id}"
@@ -386,10 +379,7 @@ class Batches:
         try:
             body = await core.bodies.read(entry, check_body, given, kind)
             core.check_model(body.model)
-            for name in ("stream", "background"):
-                if given.get(name):
-                    said = f"{name}: a batch's answers come whole, in its file"
-                    raise ApiError(400, said, param=name)
+            _check_whole(given)
             one = await exchange.made(core, entry, body)
             return await one.whole()
         finally:
@@ -416,10 +406,9 @@ class Batches:
         """Show the files, and end. A killed process leaves this to the next one, which does the same."""
         self._become(run, "finalizing")
         named = {"output_file_id": run.output, "error_file_id": run.errors}
+        for file in run.files.values():
+            file.sync()
         for shown, name in named.items():
-            file = run.files.get(name)
-            if file is not None:
-                file.sync()
             path = self._store.path(name)
             if path.exists() and path.stat().st_size:
                 title = f"{run.id}_{shown.partition('_')[0]}.jsonl"
@@ -440,3 +429,11 @@ class Batches:
 
     def _save(self, run: BatchRun) -> None:
         self._store.write_record(run.id, run.record())
+
+
+def _check_whole(body: Mapping[str, Any]) -> None:
+    """Raise ApiError for a body whose answer would not come whole."""
+    for name in ("stream", "background"):
+        if body.get(name):
+            said = f"{name}: a batch's answers come whole, in its file"
+            raise ApiError(400, said, param=name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from json import JSONDecodeError
 from typing import Any, TypeVar
@@ -20,12 +19,12 @@ from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from vlm_batch.checks import parse_json
-from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.edge import ENTRY, Entry
 from vlm_batch.server.errors import ApiError, bounded
 from vlm_batch.server.service import Service
-from vlm_batch.server.streams import unless_left
+from vlm_batch.server.streams import finished, unless_left
 from vlm_batch.server.wire import Body, field_names, member_names
 
 #: Estimated seconds up to which the event loop parses a body itself.
@@ -61,9 +60,7 @@ class Bodies:
             partial(call, *given), cancelled, client=entry.number, cost=cost
         )
         try:
-            return await asyncio.shield(asyncio.wrap_future(reading))
-        except OperationCancelled:  # the server stops
-            raise asyncio.CancelledError from None
+            return await finished(reading)
         finally:
             cancelled.set()  # one that has not begun does not, if its client leaves
 
@@ -104,25 +101,32 @@ class _Read(Request):
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    try:
-        body = parse_json(data)
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    except ValueError as error:
-        raise _no_json(data, error) from error
+    with _not_too_deep():
+        try:
+            body = parse_json(data)
+        except ValueError as error:
+            raise _no_json(data, error) from error
     return check_body(body, kind)
 
 
 def check_body(body: Any, kind: type[Body]) -> Body:
     """Return JSON as a door's body. Raises ApiError."""
-    try:
-        return kind.model_validate(body)
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    except ValidationError as error:
-        wrong = _wrong(error, body, kind)
+    with _not_too_deep():
+        try:
+            return kind.model_validate(body)
+        except ValidationError as error:
+            wrong = _wrong(error, body, kind)
     del body  # freed here, not with the error on the event loop
     raise wrong
+
+
+@contextmanager
+def _not_too_deep() -> Iterator[None]:
+    """Raise ApiError for a body that Python has no stack for."""
+    try:
+        yield
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
 
 
 def _no_json(data: bytes, error: ValueError) -> ApiError:
@@ -174,11 +178,11 @@ def _misspelt(found: Sequence[ErrorDetails]) -> dict[str, ErrorDetails]:
         if one["type"] == "missing":
             lacking[str(one["loc"][-1])] = one["loc"][:-1]
     misspelt = {}
-    for one in found if lacking else ():
-        name = str(one["loc"][-1]) if one["loc"] else ""
-        near = difflib.get_close_matches(name, lacking, 1)
-        is_unknown = one["type"] == "extra_forbidden"
-        if near and is_unknown and lacking[near[0]] == one["loc"][:-1]:
+    for one in found:
+        if one["type"] != "extra_forbidden":
+            continue
+        near = difflib.get_close_matches(str(one["loc"][-1]), lacking, 1)
+        if near and lacking[near[0]] == one["loc"][:-1]:
             misspelt[near[0]] = one
     return misspelt
 

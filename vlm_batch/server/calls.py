@@ -38,6 +38,8 @@ _GUIDANCE = {
     "key_separator": ": ",
 }
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+#: Kinds of few values.
+_FEW: Mapping[str, Sequence[Any]] = {"boolean": (True, False), "null": (None,)}
 
 
 #: Names for most forms, for programs, and for JSON.
@@ -70,9 +72,9 @@ class CallWriter:
         form, grammar = self._form(), _Grammar(self.marks)
         calls = [form.call_of(grammar, tool["function"]) for tool in tools]
         one = grammar.rule(" | ".join(calls))
-        more = (
-            f"({grammar.text(form.between)} {one})*" if several and form.repeats else ""
-        )
+        more = ""
+        if several and form.repeats:
+            more = f"({grammar.text(form.between)} {one})*"
         whole = f"{grammar.text(form.begin)} {one} {more} {grammar.text(form.end)}"
         if is_free:
             words = grammar.rule("/(?s:.*)/")
@@ -108,10 +110,9 @@ class _Grammar:
     def __init__(self, marks: Mapping[str, int]) -> None:
         self.rules: list[str] = []
         self._marks = marks
-        words = sorted(marks, key=len, reverse=True)
-        self._cut = (
-            re.compile("(" + "|".join(map(re.escape, words)) + ")") if words else None
-        )
+        words = map(re.escape, sorted(marks, key=len, reverse=True))
+        # the last matches nothing: there may be no marks
+        self._cut = re.compile(f"({'|'.join([*words, '(?!)'])})")
 
     def rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.rules)}"
@@ -119,8 +120,8 @@ class _Grammar:
         return name
 
     def text(self, words: str) -> str:
-        parts = [words] if self._cut is None else self._cut.split(words)
-        return " ".join(map(self._part, filter(None, parts)))
+        parts = filter(None, self._cut.split(words))
+        return " ".join(map(self._part, parts))
 
     def _part(self, words: str) -> str:
         token = self._marks.get(words)
@@ -141,11 +142,7 @@ class _Grammar:
             )
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         inner = f"[^{forbidden}]{length}" if forbidden else f"(?s:.{length})"
-        if (
-            self._cut is not None
-            and (found := self._cut.search(end))
-            and found.start() == 0
-        ):
+        if self._cut.match(end):
             return f"{self.rule(f'/{inner}/')} {self.text(end)}"
         return self.rule(f"/{inner}/", f"[suffix={_quoted(end)}]")
 
@@ -243,10 +240,10 @@ def _in_tags(
 def _tagged(
     grammar: _Grammar, value: Schema, root: Schema, end: str, forbidden: str
 ) -> str:
-    words = value.get("enum", [value["const"]] if "const" in value else None)
+    words = _constants(value)
     if words is not None and all(isinstance(word, str) for word in words):
         return grammar.one_of(words, end)
-    kind = _kind(value, root)
+    kind = _kind(value)
     if kind == "string":
         return grammar.until(end, value, forbidden)
     wraps = forbidden and kind in ("array", "object")  # they may have texts in them
@@ -282,22 +279,15 @@ class _Braces:
         return grammar.items(items, self._comma)
 
     def _value(self, grammar: _Grammar, schema: Schema, root: Schema) -> str:
-        if "enum" in schema:
-            return self._one_of(grammar, schema["enum"])
-        if "const" in schema:
-            return self._one_of(grammar, [schema["const"]])
-        kind = _kind(schema, root)
-        if kind == "string":
-            return self._text(grammar, schema, root)
-        if kind == "boolean":
-            return self._one_of(grammar, [True, False])
-        if kind == "null":
-            return self._one_of(grammar, [None])
-        if kind == "array":
-            return self._array(grammar, schema, root)
-        if kind == "object":
-            return self._object(grammar, schema, root)
-        return grammar.json(schema, root)
+        values = _constants(schema)
+        if values is not None:
+            return self._one_of(grammar, values)
+        kind = _kind(schema)
+        if kind in _FEW:
+            return self._one_of(grammar, _FEW[kind])
+        writers = {"string": self._text, "array": self._array, "object": self._object}
+        write = writers.get(kind, _Grammar.json)
+        return write(grammar, schema, root)
 
     def _one_of(self, grammar: _Grammar, values: Sequence[Any]) -> str:
         choices = " | ".join(self._constant(grammar, value) for value in values)
@@ -343,6 +333,13 @@ def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
     ]
 
 
+def _constants(schema: Schema) -> Sequence[Any] | None:
+    """Return the values that a schema allows, if they are few."""
+    if "const" in schema:
+        return schema.get("enum", [schema["const"]])
+    return schema.get("enum")
+
+
 def _names_in(schema: Schema) -> Iterator[str]:
     for name, part, _ in _properties(schema):
         yield name
@@ -351,7 +348,7 @@ def _names_in(schema: Schema) -> Iterator[str]:
         yield from _names_in(items)
 
 
-def _kind(schema: Schema, root: Schema) -> str:
+def _kind(schema: Schema) -> str:
     kind = schema.get("type")
     if kind not in _KINDS:
         raise CannotForce(

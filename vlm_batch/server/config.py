@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlm_batch.checks import demand
 from vlm_batch.errors import VLMBatchError
 
 DEFAULT_HOST = "127.0.0.1"
@@ -153,16 +154,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         values = vars(self)
         for name, least in _LEAST.items():
-            if values[name] < least:
-                said = f"it must be at least {least}"
-                raise InvalidConfig(f"{name} is {values[name]}; {said}")
+            value = values[name]
+            demand(value >= least, InvalidConfig, name, value, f"at least {least}")
         for name in ("request_seconds", "fetch_seconds", "idle_unload"):
-            if values[name] is not None and values[name] <= 0:
-                raise InvalidConfig(f"{name} is {values[name]}; it must be above 0")
-        if self.sampling not in SAMPLINGS:
-            known = ", ".join(SAMPLINGS)
-            said = f"it must be one of {known}"
-            raise InvalidConfig(f"sampling is {self.sampling!r}; {said}")
+            value = values[name]
+            is_right = value is None or value > 0
+            demand(is_right, InvalidConfig, name, value, "above 0")
+        is_known = self.sampling in SAMPLINGS
+        known = f"one of {', '.join(SAMPLINGS)}"
+        demand(is_known, InvalidConfig, "sampling", self.sampling, known)
         self._check_access()
         self._check_names()
         if self.files is not None and self.files == self.responses:

@@ -34,6 +34,12 @@ def listed(content: TalkContent) -> list[TalkPart]:
     return [text_part(content)] if isinstance(content, str) else content
 
 
+def parts_of(message: Mapping[str, Any]) -> Sequence[TalkPart]:
+    """Return a message's parts; none of text alone."""
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
 def parsed_arguments(text: str) -> Any:
     """Return a call's arguments as templates need them: an object, or the text where it is none."""
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
@@ -166,6 +167,15 @@ def refusal(error: InvalidRequest) -> ApiError:
     return ApiError(
         400, without_paths(text) + instead, param=param, code=code, whole=text
     )
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise ApiError 400 for what the library refuses."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise refusal(error) from error
 
 
 def failure(result: Result) -> ApiError:

@@ -81,9 +81,14 @@ class Choice:
                 known["function"]["arguments"] += call["function"]["arguments"]
 
     @property
-    def finish_reason(self) -> str:
+    def ended(self) -> Result:
+        """The result of an answer that has one."""
         assert self.result is not None
-        return "tool_calls" if self.reader.has_calls else self.result.finish_reason
+        return self.result
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.reader.has_calls else self.ended.finish_reason
 
 
 @dataclass
@@ -193,33 +198,33 @@ class Exchange(ABC):
                     if said := self.told(choice, delta):
                         yield said
             last = self.last()
-        except ApiError as error:
+        except Exception as error:
             if not has_begun:
                 raise
-            self.entry.said["error"] = error.reason
-            last = self.failed(error)
-        except Exception:
-            if not has_begun:
-                raise
-            logger.exception("request %s ended in its middle", self.entry.request_id)
-            why = "the server failed in the middle of this answer"
-            last = self.failed(ApiError(500, why))
+            last = self.failed(self._said_in_stream(error))
         yield last
 
+    def _said_in_stream(self, error: Exception) -> ApiError:
+        """Log an error after the first event; return what the client hears of it."""
+        if isinstance(error, ApiError):
+            self.entry.said["error"] = error.reason
+            return error
+        name = self.entry.request_id
+        logger.error("request %s ended in its middle", name, exc_info=error)
+        return ApiError(500, "the server failed in the middle of this answer")
+
     def counts(self) -> Counts:
-        """Count tokens of answers that have ended."""
+        """Count tokens of the answers, which have ended."""
         counts = Counts()
         for choice in self.choices:
-            if choice.result is None:
-                continue
-            usage = choice.result.usage
+            usage = choice.ended.usage
             counts.completion += usage.completion_tokens
             counts.reasoning += choice.reader.reasoning_tokens
             if choice.is_first_of_prompt:
                 counts.prompt += usage.prompt_tokens
                 counts.cached += usage.cached_tokens
                 counts.images += usage.image_tokens
-                counts.pictures += len(choice.result.image_sizes)
+                counts.pictures += len(choice.ended.image_sizes)
         return counts
 
     async def num_prompt_tokens(self) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from vlm_batch.inputs.fetch import (
     Cancelled,
     FetchPolicy,
-    OperationCancelled,
     Unreadable,
     fetch,
     is_data_uri,
@@ -21,8 +20,10 @@ from vlm_batch.inputs.loaders import GRACE_SECONDS
 from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.server.config import ServerConfig
+from vlm_batch.server.conversation import parts_of
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.pages import DOCUMENT, num_page_bytes, pages_of
+from vlm_batch.server.streams import finished
 
 #: Downloads and file reads at a time.
 NUM_READERS = 8
@@ -80,15 +81,13 @@ class MediaReader:
         """Return messages with files' contents in the place of their ids."""
         parts = [part for message in messages for part in _media(message)]
         contents: dict[str, bytes] = {}
-        for name in dict.fromkeys(map(_file_id, parts)):
-            if name is None:
-                continue
+        for name in dict.fromkeys(filter(None, map(_file_id, parts))):
             reading = self._readers.submit(
                 partial(stored, name), cancelled, client=client
             )
-            contents[name] = await asyncio.shield(asyncio.wrap_future(reading))
+            contents[name] = await finished(reading)
             hold(len(contents[name]))
-        return _filled(messages, contents) if contents else messages
+        return [_filled(message, contents) for message in messages]
 
     def _check_counts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         config = self._config
@@ -110,14 +109,14 @@ class MediaReader:
         found = []
         for message in messages:
             content: list[Any] = []
-            for part in _parts(message):
+            for part in parts_of(message):
                 if part["type"] != DOCUMENT:
                     content.append(part)
                     continue
                 pages = await self._pages(part, hold, client, cancelled)
                 hold(sum(map(num_page_bytes, pages)))
                 content += pages
-            found.append({**message, "content": content} if content else message)
+            found.append(_with_content(message, content))
         return found
 
     async def _pages(
@@ -131,7 +130,7 @@ class MediaReader:
         source = await self._payload(part, name, cancelled, hold, client)
         read = partial(_pages_of, source, name, self._config.max_images, cancelled)
         reading = self._readers.submit(read, cancelled, client=client)
-        return await asyncio.shield(asyncio.wrap_future(reading))
+        return await finished(reading)
 
     async def _payloads(
         self,
@@ -172,7 +171,7 @@ class MediaReader:
             # beside the event loop: it may have 60 MB
             decode = partial(_of_base64, source, name)
             decoding = self._readers.submit(decode, cancelled, client=client)
-            return await asyncio.shield(asyncio.wrap_future(decoding))
+            return await finished(decoding)
         self._check_source(is_address, name)
         data = await self._fetch(source, name, cancelled, client)
         hold(len(data))
@@ -199,9 +198,7 @@ class MediaReader:
             client=client,
         )
         try:
-            return (await asyncio.shield(asyncio.wrap_future(reading))).data
-        except OperationCancelled:
-            raise asyncio.CancelledError from None
+            return (await finished(reading)).data
         except Unreadable as error:
             # Why it could not be read would tell a stranger what there is in this machine's network and folders.
             what = "URL cannot be fetched" if is_url(source) else "file cannot be read"
@@ -241,27 +238,25 @@ def _file_id(part: Mapping[str, Any]) -> str | None:
 
 
 def _filled(
-    messages: Sequence[Mapping[str, Any]], contents: Mapping[str, bytes]
-) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for message in messages:
-        filled = []
-        for part in _parts(message):
-            name = None if part["type"] == "text" else _file_id(part)
-            filled.append(
-                part if name is None else {**part, part["type"]: contents[name]}
-            )
-        found.append({**message, "content": filled} if filled else message)
-    return found
+    message: Mapping[str, Any], contents: Mapping[str, bytes]
+) -> Mapping[str, Any]:
+    """Return a message with files' contents in the place of their ids."""
+    filled = []
+    for part in parts_of(message):
+        name = _file_id(part)
+        if name is not None:
+            part = {**part, part["type"]: contents[name]}
+        filled.append(part)
+    return _with_content(message, filled)
 
 
-def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()
+def _with_content(message: Mapping[str, Any], parts: list[Any]) -> Mapping[str, Any]:
+    """Return a message with other parts; one of text alone has none, and stays."""
+    return {**message, "content": parts} if parts else message
 
 
 def _media(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [part for part in _parts(message) if part["type"] != "text"]
+    return [part for part in parts_of(message) if part["type"] != "text"]
 
 
 def _pages_of(
@@ -290,10 +285,8 @@ def _kind_of(part: Mapping[str, Any]) -> Kind:
 def _with_payloads(
     message: Mapping[str, Any], payloads: Iterator[Any]
 ) -> dict[str, Any]:
-    if not isinstance(message.get("content"), list):
-        return dict(message)
-    content = [_with_payload(part, payloads) for part in message["content"]]
-    return {**message, "content": content}
+    content = [_with_payload(part, payloads) for part in parts_of(message)]
+    return dict(_with_content(message, content))
 
 
 def _with_payload(part: Mapping[str, Any], payloads: Iterator[Any]) -> dict[str, Any]:

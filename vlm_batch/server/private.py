@@ -8,7 +8,7 @@ from pathlib import Path
 
 import filelock
 
-from vlm_batch.jobs.lines import CannotWrite, replacing
+from vlm_batch.jobs.lines import replacing, writing
 from vlm_batch.server.config import InvalidConfig
 
 #: Seconds for which files and responses are kept, if nothing else is said: OpenAI's age of batch files.
@@ -48,11 +48,9 @@ def opened_private(path: str, flags: int) -> int:
 
 def write_private(path: Path, data: bytes) -> None:
     """Write a file of this user's whole, or not at all. Raises CannotWrite."""
-    try:
-        with (
-            replacing(path) as beside,
-            open(beside, "xb", opener=opened_private) as file,
-        ):
-            file.write(data)
-    except OSError as error:
-        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
+    with (
+        writing(path),
+        replacing(path) as beside,
+        open(beside, "xb", opener=opened_private) as file,
+    ):
+        file.write(data)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from vlm_batch.errors import BatcherClosed, InvalidRequest, VLMBatchError, describe
+from vlm_batch.errors import BatcherClosed, VLMBatchError, describe
 from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.pool import Pool
 from vlm_batch.loading import answers_in_special_tokens
@@ -26,7 +26,7 @@ from vlm_batch.runtime.memory import release_memory
 from vlm_batch.server.answers import Dialect
 from vlm_batch.server.burst import Burst
 from vlm_batch.server.config import ServerConfig
-from vlm_batch.server.errors import ApiError, refusal, without_paths
+from vlm_batch.server.errors import ApiError, refusing, without_paths
 from vlm_batch.server.metrics import Metrics
 from vlm_batch.types import Request, Result
 
@@ -140,8 +140,6 @@ class Service:
             return self.model
         try:
             return await asyncio.shield(self._begin_loading())
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             raise ApiError(
                 503,
@@ -252,14 +250,13 @@ class Service:
         running = asyncio.wrap_future(
             worker.submit(call, Cancelled(), client=visit.client)
         )
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            # so that what it submits is ended, too
-            await asyncio.gather(running, return_exceptions=True)
-            raise
-        except InvalidRequest as error:
-            raise refusal(error) from error
+        with refusing():
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                # so that what it submits is ended, too
+                await asyncio.gather(running, return_exceptions=True)
+                raise
 
     def ended(self, result: Result, *, shares_prompt: bool = False) -> None:
         self._ends.append(time.monotonic())

@@ -14,6 +14,7 @@ from vlm_batch.server.door import Core, entry_of
 from vlm_batch.server.errors import ApiError, JsonResponse
 from vlm_batch.server.exchange import GRACE, Exchange
 from vlm_batch.server.kept import Kept
+from vlm_batch.server.lists import listed
 from vlm_batch.server.streams import SentEvents
 
 logger = logging.getLogger("vlm_batch.server")
@@ -113,15 +114,5 @@ def add_routes(app: FastAPI, core: Core) -> None:
         after: str | None = None,
     ) -> Response:
         """List what came in with a response."""
-        items = list((await find(response_id, request)).items)
-        if order == "desc":
-            items.reverse()
-        ids = [item["id"] for item in items]
-        begin = ids.index(after) + 1 if after in ids else 0
-        shown = items[begin : begin + max(1, min(100, limit))]
-        ends = {"first_id": None, "last_id": None}
-        if shown:
-            ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
-        has_more = begin + len(shown) < len(items)
-        found = {"object": "list", "data": shown, **ends, "has_more": has_more}
-        return JsonResponse(found)
+        items = (await find(response_id, request)).items
+        return listed(items, order, after, max(1, min(100, limit)))

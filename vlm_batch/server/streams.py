@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vlm_batch.inputs.fetch import OperationCancelled
 from vlm_batch.server.edge import ENTRY
 from vlm_batch.server.errors import ApiError
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
 async def unless_left(
@@ -24,6 +27,14 @@ async def unless_left(
     if await _ends(working, request.receive):
         return working.result()
     raise ApiError(499, "the client left")
+
+
+async def finished(running: Future[Value]) -> Value:
+    """Await a call that runs on a thread; it runs on if this is cancelled, and is cancelled if the server stops."""
+    try:
+        return await asyncio.shield(asyncio.wrap_future(running))
+    except OperationCancelled:
+        raise asyncio.CancelledError from None
 
 
 class SentEvents(Response):

@@ -14,9 +14,10 @@ from vlm_batch.server.batches import Batches, BatchRun, Endpoints
 from vlm_batch.server.door import Core, Door, entry_of
 from vlm_batch.server.doors.chat import ChatExchange, ChatRequest
 from vlm_batch.server.doors.completions import CompletionRequest, TextExchange
-from vlm_batch.server.doors.files import age_of, listed, store_of
+from vlm_batch.server.doors.files import age_of, store_of
 from vlm_batch.server.doors.responses import InputRequest, ResponseExchange
 from vlm_batch.server.errors import ApiError, JsonResponse
+from vlm_batch.server.lists import listed
 from vlm_batch.server.private import AGE, new_id
 from vlm_batch.server.wire import Body, Metadata, Wire
 

@@ -16,6 +16,7 @@ from vlm_batch.server.asking import (
     ask_of,
     no_tools,
 )
+from vlm_batch.server.choices import Completions, ending_of, finite
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.door import Core, Door
 from vlm_batch.server.doors.chat_messages import (
@@ -29,19 +30,9 @@ from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, through
 from vlm_batch.server.fields import TEMPLATE
-from vlm_batch.server.openai import (
-    NOTHING,
-    Common,
-    Completions,
-    NumTokens,
-    NumTops,
-    asked_of,
-    check_stream,
-    ending_of,
-    finite,
-    others_of,
-    sampling_of,
-)
+from vlm_batch.server.sampled import Common, NumTokens, NumTops
+from vlm_batch.server.sampling import asked_of, check_stream, others_of, sampling_of
+from vlm_batch.server.unserved import NOTHING
 from vlm_batch.server.wire import (
     ANY,
     MAX_FIELDS,
@@ -193,7 +184,7 @@ def chat_ask(
 
 def _max_tokens(body: ChatRequest) -> int | None:
     older, newer = body.max_tokens, body.max_completion_tokens
-    if older is not None and newer is not None and older != newer:
+    if len({older, newer} - {None}) > 1:
         raise ApiError(
             400,
             "max_tokens and max_completion_tokens differ; give one",
@@ -203,18 +194,16 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 def _pixels(body: ChatRequest) -> dict[str, int]:
-    found: dict[str, int] = {}
-    if body.mm_processor_kwargs is not None:
-        found |= body.mm_processor_kwargs.model_dump(exclude_none=True)
-    own = body.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
-    return found | own
+    names = {"min_pixels", "max_pixels", "mm_processor_kwargs"}
+    own = body.model_dump(include=names, exclude_none=True)
+    return own.pop("mm_processor_kwargs", {}) | own
 
 
 def _choice(body: ChatRequest) -> ToolChoice:
     given = body.tool_choice
     one_only = body.parallel_tool_calls is False
     if isinstance(given, NamedTool):
-        return ToolChoice(named=given.function.name, one_only=one_only)
+        return ToolChoice(named=given.function.name, one_only=True)
     if isinstance(given, AllowedChoice):
         among = given.allowed_tools
         names = [tool.function.name for tool in among.tools]

@@ -11,6 +11,7 @@ from vlm_batch.server.asking import NO_LIMIT
 from vlm_batch.server.conversation import (
     document_part,
     parsed_arguments,
+    parts_of,
     text_part,
 )
 from vlm_batch.server.errors import ApiError
@@ -209,6 +210,8 @@ class MediaArguments(Wire):
 
 # In --------------------------------------------------------------------------------------------------------------------
 
+#: OpenAI's newer name of a role; templates know the older one.
+_ROLES = {"developer": "system"}
 #: The fields of a video part that choose its frames.
 _OF_FRAMES = frozenset({"fps", "num_frames", "max_frames"})
 
@@ -217,9 +220,7 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as plain mappings, with calls' arguments parsed."""
     found = [message.model_dump(exclude_none=True) for message in messages]
     for plain in found:
-        # OpenAI's newer name; templates know the older one
-        if plain["role"] == "developer":
-            plain["role"] = "system"
+        plain["role"] = _ROLES.get(plain["role"], plain["role"])
         for call in plain.get("tool_calls", ()):
             function = call["function"]
             function["arguments"] = parsed_arguments(function["arguments"])
@@ -266,8 +267,7 @@ def with_frames(
         return messages
     frames = _frames(given.video)
     for message in messages:
-        content = message["content"]
-        for part in content if isinstance(content, list) else ():
+        for part in parts_of(message):
             if part["type"] == "video_url" and _OF_FRAMES.isdisjoint(part):
                 part |= frames
     return messages

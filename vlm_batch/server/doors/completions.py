@@ -8,22 +8,14 @@ from typing import Any
 
 from vlm_batch.server.answers import Delta
 from vlm_batch.server.asking import Abilities, Ask, params_of
+from vlm_batch.server.choices import Completions, ending_of, finite, known
 from vlm_batch.server.config import ServerConfig
 from vlm_batch.server.door import Door
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, through
-from vlm_batch.server.openai import (
-    NOTHING,
-    Common,
-    Completions,
-    NumTops,
-    check_stream,
-    ending_of,
-    finite,
-    known,
-    others_of,
-    sampling_of,
-)
+from vlm_batch.server.sampled import Common, NumTops
+from vlm_batch.server.sampling import check_stream, others_of, sampling_of
+from vlm_batch.server.unserved import NOTHING
 from vlm_batch.server.wire import Many
 from vlm_batch.types import TokenLogprobs
 
@@ -119,16 +111,13 @@ class TextExchange(Completions):
 
     def _scores_of_echo(self, choice: Choice) -> list[TokenLogprobs]:
         """Return the echoed prompt's log-probabilities; the first token has none, which is not a number here."""
-        result = choice.result
-        if result is None or result.prompt_logprobs is None:
-            return []
+        result = choice.ended
         if self.body.logprobs is None:
             return []
-        found = []
-        ids = result.prompt_token_ids or ()
-        for token, score in zip(ids, result.prompt_logprobs, strict=True):
-            found.append(score or TokenLogprobs(token, math.nan, ()))
-        return found
+        pairs = zip(
+            result.prompt_token_ids or (), result.prompt_logprobs or (), strict=True
+        )
+        return [score or TokenLogprobs(token, math.nan, ()) for token, score in pairs]
 
     def _opening(self, choice: Choice) -> dict[str, Any] | None:
         if not self.body.echo:

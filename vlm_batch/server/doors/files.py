@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
 from email.message import Message
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -17,6 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from vlm_batch.server.door import Core, entry_of
 from vlm_batch.server.errors import ApiError, JsonResponse
+from vlm_batch.server.lists import listed
 from vlm_batch.server.private import AGE, new_id
 from vlm_batch.server.stored import Coming, FileStore, StoredFile
 
@@ -65,23 +65,6 @@ def age_of(text: str | int, param: str) -> int:
         said = f"{param} must be a whole number in {LEAST_AGE}..{MOST_AGE}"
         raise ApiError(400, said, param=param)
     return int(given)
-
-
-def listed(
-    shown: Sequence[Mapping[str, Any]], order: str, after: str | None, limit: int
-) -> JsonResponse:
-    """Return a page of a list, whose oldest object is first."""
-    found = list(shown)
-    if order == "desc":
-        found.reverse()
-    ids = [one["id"] for one in found]
-    begin = ids.index(after) + 1 if after in ids else 0
-    page = found[begin : begin + limit]
-    ends: dict[str, Any] = {"first_id": None, "last_id": None}
-    if page:
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
-    has_more = begin + len(page) < len(found)
-    return JsonResponse({"object": "list", "data": page, **ends, "has_more": has_more})
 
 
 # Uploads ---------------------------------------------------------------------------------------------------------------

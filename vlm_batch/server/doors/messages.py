@@ -29,7 +29,7 @@ from vlm_batch.server.edge import Entry
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.exchange import Choice, Exchange, counted, event_bytes, through
 from vlm_batch.server.fields import SAMPLING, THINKING
-from vlm_batch.server.openai import asked_of
+from vlm_batch.server.sampling import asked_of
 
 # In --------------------------------------------------------------------------------------------------------------------
 
@@ -88,11 +88,10 @@ def _choice(given: Choosing | None) -> ToolChoice:
     if (given.type == "tool") != (given.name is not None):
         said = "tool_choice: a name belongs to the type tool, and to no other"
         raise ApiError(400, said, param="tool_choice.name")
-    one_only = bool(given.disable_parallel_tool_use)
-    mode = "required" if given.type == "any" else given.type
     if given.name is not None:
-        mode = "auto"
-    return ToolChoice(mode=mode, named=given.name, one_only=one_only)
+        return ToolChoice(named=given.name, one_only=True)
+    mode = "required" if given.type == "any" else given.type
+    return ToolChoice(mode=mode, one_only=bool(given.disable_parallel_tool_use))
 
 
 def _thinking(body: CountRequest, able: Abilities) -> dict[str, Any]:
@@ -178,13 +177,12 @@ class MessageExchange(Exchange):
         }
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
-        assert choice.result is not None
         reason = _STOPS[choice.finish_reason]
-        stop = choice.result.stop_reason
+        stop = choice.ended.stop_reason
         if reason == "end_turn" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         most = self.body.max_tokens if isinstance(self.body, MessagesRequest) else 0
-        if reason == "max_tokens" and choice.result.usage.completion_tokens < most:
+        if reason == "max_tokens" and choice.ended.usage.completion_tokens < most:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
 

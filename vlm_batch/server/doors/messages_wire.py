@@ -16,7 +16,7 @@ from vlm_batch.server.conversation import (
     picture_part,
     text_part,
 )
-from vlm_batch.server.openai import ThoughtBody
+from vlm_batch.server.sampled import ThoughtBody
 from vlm_batch.server.wire import (
     ANY,
     Json,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from vlm_batch.server.answers import Delta
 from vlm_batch.server.asking import Abilities, Ask, Talk, ToolChoice, ask_of
+from vlm_batch.server.choices import finite
 from vlm_batch.server.conversation import Conversation, turns_of
 from vlm_batch.server.door import Core, Door, entry_of
 from vlm_batch.server.doors.responses_wire import (
@@ -36,9 +37,10 @@ from vlm_batch.server.exchange import (
 )
 from vlm_batch.server.fields import SAMPLING, THINKING
 from vlm_batch.server.kept import Kept
-from vlm_batch.server.openai import ObjectFormat, asked_of, finite
 from vlm_batch.server.output import Output
 from vlm_batch.server.private import new_id
+from vlm_batch.server.sampled import ObjectFormat
+from vlm_batch.server.sampling import asked_of
 from vlm_batch.server.shown import add_routes, following, make_beside
 from vlm_batch.types import TokenLogprobs
 
@@ -73,7 +75,7 @@ def _tool(namespace: str | None, tool: FunctionTool) -> dict[str, Any]:
 def _choice(body: InputRequest) -> ToolChoice:
     given, one_only = body.tool_choice, body.parallel_tool_calls is False
     if isinstance(given, NamedFunction):
-        return ToolChoice(named=given.name, one_only=one_only)
+        return ToolChoice(named=given.name, one_only=True)
     if isinstance(given, AllowedFunctions):
         names = [tool.name for tool in given.tools]
         return ToolChoice(mode=given.mode, allowed=names, one_only=one_only)

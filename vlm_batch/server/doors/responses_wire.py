@@ -17,7 +17,7 @@ from vlm_batch.server.conversation import (
     text_part,
 )
 from vlm_batch.server.errors import ApiError
-from vlm_batch.server.openai import ObjectFormat, TextFormat, ThoughtBody
+from vlm_batch.server.sampled import ObjectFormat, TextFormat, ThoughtBody
 from vlm_batch.server.wire import (
     ANY,
     Json,
