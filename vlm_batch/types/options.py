@@ -55,8 +55,6 @@ def checked_options(given: Any) -> tuple[Option, ...]:
     Raises:
         InvalidRequest: they are no sequence of texts or token ids, or too many.
     """
-    if given is None:
-        return ()
     if isinstance(given, (str, bytes)):
         raise InvalidRequest(
             f"options is {shown(given)}; it must be a list of texts or lists of token ids"
