@@ -30,6 +30,7 @@ from transformers import CONFIG_MAPPING, AutoProcessor, ProcessorMixin
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
 from vlm_batch.loading.quantised import check_decoded
+from vlm_batch.loading.recommended import json_object
 from vlm_batch.models import package_of
 from vlm_batch.models._derived import decoder_config, readable
 from vlm_batch.models._fitting import fit
@@ -376,7 +377,7 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
     If files must change, it is a temporary folder with links.
     """
     files = _split_processor_files(path)
-    config = _read_json(path / "config.json")
+    config = json_object(path / "config.json")
     changed = config | {"model_type": model_type}
     if model_type not in CONFIG_MAPPING:
         # transformers' plain class raises for kinds of positions that it does not know
@@ -399,7 +400,7 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
 def _split_processor_files(path: Path) -> dict[str, Config]:
     """Return the files of transformers 4 that processor_config.json has together, and the folder has not."""
-    together = _read_json(path / "processor_config.json")
+    together = json_object(path / "processor_config.json")
     kept: Config = {}
     if "processor_class" in together:
         kept["processor_class"] = together["processor_class"]
@@ -408,11 +409,4 @@ def _split_processor_files(path: Path) -> dict[str, Config]:
         settings = together.get(part)
         if isinstance(settings, dict) and not (path / name).exists():
             found[name] = {**kept, **settings}
-    return found
-
-
-def _read_json(path: Path) -> Config:
-    if not path.exists():
-        return {}
-    found: Config = json.loads(path.read_text(encoding="utf-8"))
     return found
