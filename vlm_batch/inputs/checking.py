@@ -13,9 +13,7 @@ from vlm_batch.errors import (
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
-    InvalidRequest,
     InvalidVideo,
-    describe,
 )
 from vlm_batch.inputs.audio import check_seconds
 from vlm_batch.inputs.chats import Track, has_sound, split_messages
@@ -38,6 +36,7 @@ from vlm_batch.inputs.limits import (
 from vlm_batch.inputs.media import KINDS
 from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.question import CHARACTERS_PER_TOKEN, Question
+from vlm_batch.inputs.refusals import exceeds, refused_as
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
@@ -186,15 +185,11 @@ class Checker:
         return {"prompt": self._rendered(request, turns, list(map(len, media)))}
 
     def _check_fit(self, inputs: Mapping[str, Any]) -> None:
-        try:
+        # the family's arithmetic on shapes and types that it does not know
+        with refused_as(
+            InvalidPrompt, "inputs= are not what the model's processor makes"
+        ):
             self._facts.check_inputs(inputs)
-        except InvalidRequest:
-            raise
-        except Exception as error:
-            # the family's arithmetic on shapes and types that it does not know
-            raise InvalidPrompt(
-                f"inputs= are not what the model's processor makes: {describe(error)}"
-            ) from error
 
     def _rendered(
         self, request: Request, turns: list[Message], counts: Sequence[int]
@@ -252,7 +247,7 @@ class Checker:
         if own is None:
             raise self._without_bounds()
         most = _or_else(asked_most, own.most)
-        if limit is not None and most > limit:
+        if exceeds(most, limit):
             raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limit:,}")
         least = _or_else(asked_least, own.least)
         # a most is a bound, and makes no picture larger; a least above the model's asks for it
