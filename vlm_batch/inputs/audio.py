@@ -28,7 +28,6 @@ from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
 from vlm_batch.inputs.tracks import (
     MAX_MISSING_SHARE,
     UNKNOWN_BYTES,
-    container_at,
     container_of,
     opened_track,
 )
@@ -183,20 +182,19 @@ def _blocks(
 ) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
     """Yield rate, announced samples, and blocks (n,) of mono float32, of the first recording or of all in the file."""
     source, name = audio.source, describe_audio(audio)
-    if not isinstance(source, (bytes, Fetched)):
-        assert audio.rate is not None
-        yield audio.rate, len(source), iter((source,))
+    if isinstance(source, np.ndarray):
+        yield int(audio.rate or 0), len(source), iter((source,))
         return
-    data = source.data if isinstance(source, Fetched) else source
-    path = source.path if isinstance(source, Fetched) else None  # a video's
-    container = container_of(data) if path is None else container_at(path)
+    data = source
+    if isinstance(source, Fetched):
+        data = source.path or source.data  # a video is a file
+    container = container_of(data)
     if container is not None:
-        whole = data if path is None else path
-        with opened_track(whole, container, name, _check_header, cancelled) as track:
+        with opened_track(data, container, name, _check_header, cancelled) as track:
             rate, announced, blocks = track
             yield rate, announced, _mono(blocks, audio)
         return
-    if path is not None:
+    if isinstance(data, Path):
         raise InvalidAudio(
             f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can"
         )

@@ -12,7 +12,7 @@ import numpy as np
 from vlm_batch.errors import InvalidVideo
 from vlm_batch.inputs.fetch import Cancelled
 from vlm_batch.inputs.refusals import refused_as
-from vlm_batch.inputs.tracks import container_at
+from vlm_batch.inputs.tracks import container_of
 
 
 class AvCapture:
@@ -50,7 +50,7 @@ class AvCapture:
             failing.callback(self._file.close)
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
             self._opened = av.open(
-                self._file, format=container_at(path), metadata_errors="ignore"
+                self._file, format=container_of(path), metadata_errors="ignore"
             )
             failing.pop_all()
         self._frames = self._opened.decode(video=0)

@@ -196,19 +196,18 @@ class Checker:
     ) -> str:
         """Return the text that the processor gets; ``counts`` count media by ``KINDS``."""
         options = request.template
-        asked: str | list[Message] = turns if request.prompt is None else request.prompt
-        noun = "prompt" if isinstance(asked, str) else "chat"
+        asked: str | list[Message] = turns
+        noun = "chat"
+        if request.prompt is not None:
+            asked, noun = request.prompt, "prompt"
         texts = list(texts_of(asked))
         for text in texts:
             check_text(text)
-        if options is None and not isinstance(asked, str):
-            raise InvalidPrompt("template is None; messages need the chat template")
         said = f"the {noun} has {{}} characters"
         self._check_length(sum(map(len, texts)), CHARACTERS_PER_TOKEN, said)
         if options is None:
-            assert isinstance(asked, str)
-            self._check_final(asked, counts)
-            return asked
+            self._check_final(str(asked), counts)
+            return str(asked)
         if options.escape_special_tokens:
             asked, options = self._reserved.escaped(asked), self._escaped(options)
         self._reserved.check(asked, options.arguments)
@@ -220,7 +219,7 @@ class Checker:
             raise InvalidPrompt("the prompt is empty")
         for kind, given in zip(KINDS, counts, strict=True):
             room = self._processing.count_placeholders(prompt, kind.marker)
-            if room is not None and room != given:
+            if room not in (None, given):
                 raise InvalidPrompt(
                     f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s"
                 )

@@ -83,8 +83,10 @@ def _only_text(images: Sequence[ImageInput]) -> str | None:
 
 
 def check_template(request: Request) -> None:
-    """Refuse a chat template's arguments where the prompt needs none."""
+    """Refuse a chat template's arguments where the prompt needs none, and messages without a template."""
     if request.template is None:
+        if request.messages is not None:
+            raise InvalidPrompt("template is None; messages need the chat template")
         return
     if request.inputs is not None or request.token_ids is not None:
         refuse(

@@ -157,14 +157,13 @@ class Loaders:
         prepare: Callable[[Question, Cancelled], Prepared],
         compiled: Callable[[Question, Cancelled], Future[Form]] | None = None,
         *,
-        num_threads: int | None = None,
+        num_threads: int = NUM_LOADERS,
     ) -> None:
         self._prepare = prepare
         self._compiled = compiled
-        num_loaders = NUM_LOADERS if num_threads is None else num_threads
         # who comes beside a busy client finds a thread
         pool = partial(
-            Pool, num_loaders + 1, is_awaited=True, most_of_client=num_loaders
+            Pool, num_threads + 1, is_awaited=True, most_of_client=num_threads
         )
         self._work = pool("vlm-batch-loader")
         self._large_work = pool("vlm-batch-large-picture")

@@ -33,17 +33,14 @@ MAX_MISSING_SHARE = 0.05
 UNKNOWN_BYTES = 0x7FFF_0000
 
 
-def container_of(data: bytes) -> str | None:
-    """Return FFmpeg's name of a container, by its first bytes."""
+def container_of(source: bytes | Path) -> str | None:
+    """Return FFmpeg's name of a file's container, by its first bytes."""
+    with _opened(source) as file:
+        head = file.read(_HEAD)
     for name, begin in _BEGINNINGS.items():
-        if begin.match(data):
+        if begin.match(head):
             return name
     return None
-
-
-def container_at(path: Path) -> str | None:
-    with open(path, "rb") as file:
-        return container_of(file.read(_HEAD))
 
 
 @contextmanager

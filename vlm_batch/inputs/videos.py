@@ -33,7 +33,7 @@ from vlm_batch.inputs.images import (
     load_image,
 )
 from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
-from vlm_batch.inputs.tracks import container_at, count_movies
+from vlm_batch.inputs.tracks import container_of, count_movies
 from vlm_batch.types import ALL_FRAMES, FetchPolicy, ImageInput, Video, VideoInput
 
 #: Most pixels of one video's frames together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
@@ -77,6 +77,10 @@ class Sampling:
         if self.num_frames is not None and fps is None:
             return self.num_frames
         return max(seconds * (fps or self.fps), self.min_frames)
+
+
+#: Of a family that says nothing.
+SAMPLING = Sampling()
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def _check_is_array(video: Video) -> None:
 
 def load_video(
     video: VideoInput,
-    sampling: Sampling | None = None,
+    sampling: Sampling = SAMPLING,
     max_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
     max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
     policy: FetchPolicy = USUAL,
@@ -151,7 +155,6 @@ def load_video(
     ``max_pixels`` bounds all frames together. Raises InvalidVideo or OperationCancelled.
     """
     video = fetch_video(as_video(video), policy, cancelled)
-    sampling = sampling or Sampling()
     source = video.source
     if isinstance(source, (bytes, bytearray, memoryview)):
         source = file_of_bytes(bytes(source), describe_video(video))
@@ -387,7 +390,7 @@ def _check_file(path: Path, name: str) -> None:
 
 
 def _check_one_movie(path: Path, name: str, cancelled: Cancelled) -> None:
-    if container_at(path) != "mov":
+    if container_of(path) != "mov":
         return
     with open(path, "rb") as file:
         if count_movies(file, cancelled) > 1:
