@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from io import IOBase
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from vlm_batch.checks import as_tuple, demand, is_real, is_whole
+from vlm_batch.checks import as_tuple, demand, is_whole
 from vlm_batch.errors import InvalidParameters
-from vlm_batch.types.rules import Rule, at_least, check_fields, is_bool
+from vlm_batch.types.rules import (
+    Rule,
+    at_least,
+    check_fields,
+    is_bool,
+    real_within,
+    whole_within,
+)
 
 #: A path, URL, data URI, ``bytes``, open file, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
 ImageInput: TypeAlias = Any
@@ -111,33 +119,26 @@ class FetchPolicy:
         object.__setattr__(self, "directories", _paths(self.directories))
 
 
-def _is_positive(value: Any) -> bool:
-    return is_real(value) and bool(value > 0)
-
-
 def _is_number_of_frames(value: Any) -> bool:
-    return is_whole(value) and bool(value == ALL_FRAMES or value >= 1)
+    takes_all = is_whole(value) and value == ALL_FRAMES
+    return takes_all or _MOST.is_right(value)
 
 
-def _is_rate(value: Any) -> bool:
-    return is_whole(value) and 1_000 <= value <= 768_000
-
-
-def _is_seconds(value: Any) -> bool:
-    return _is_positive(value) and bool(value <= MAX_SECONDS)
-
-
+#: The least number above 0.
+_ABOVE_0 = math.ulp(0.0)
 _FLAG = Rule(is_bool, "True or False")
 _MOST = at_least(1, or_none=True)
 _OF_VIDEOS = {
     "sound": _FLAG,
-    "fps": Rule(_is_positive, "a finite number above 0", or_none=True),
+    "fps": Rule(real_within(_ABOVE_0), "a finite number above 0", or_none=True),
     "num_frames": Rule(_is_number_of_frames, _MOST.right, or_none=True),
     "max_frames": _MOST,
     "max_pixels": _MOST,
 }
 _OF_RECORDINGS = {
-    "rate": Rule(_is_rate, "an integer in 1,000..768,000", or_none=True),
+    "rate": Rule(
+        whole_within(1_000, 768_000), "an integer in 1,000..768,000", or_none=True
+    ),
 }
 _OF_FETCHING = {
     "allow_http": _FLAG,
@@ -145,7 +146,9 @@ _OF_FETCHING = {
     "allow_files": _FLAG,
     "max_bytes": at_least(1),
     "max_redirects": at_least(0),
-    "seconds": Rule(_is_seconds, f"a number above 0, {MAX_SECONDS:,} at most"),
+    "seconds": Rule(
+        real_within(_ABOVE_0, MAX_SECONDS), f"a number above 0, {MAX_SECONDS:,} at most"
+    ),
 }
 
 

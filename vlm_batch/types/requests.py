@@ -27,7 +27,7 @@ from vlm_batch.checks import (
 from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest
 from vlm_batch.types.media import AudioInput, ImageInput, VideoInput, several
 from vlm_batch.types.options import Option, checked_options
-from vlm_batch.types.rules import Rule, check_fields
+from vlm_batch.types.rules import Rule, check_fields, whole_within
 from vlm_batch.types.sampling import SamplingParams
 from vlm_batch.types.templates import PLAIN_TEMPLATE, Template
 
@@ -146,17 +146,16 @@ class Request:
             )
 
 
-def _is_priority(value: Any) -> bool:
-    return is_whole(value) and abs(value) <= MAX_PRIORITY
-
-
 def _is_name(value: Any) -> bool:
     return is_non_empty(value) and "\0" not in value
 
 
 _RULES = {
     "draft": Rule(DRAFTS.__contains__, f"one of {', '.join(DRAFTS)}"),
-    "priority": Rule(_is_priority, f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"),
+    "priority": Rule(
+        whole_within(-MAX_PRIORITY, MAX_PRIORITY),
+        f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}",
+    ),
     "client": Rule(is_whole, "an integer"),
     "cache_salt": Rule(is_non_empty, "text, not empty, or None", or_none=True),
     "request_id": Rule(

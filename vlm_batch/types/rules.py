@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_batch.checks import demand, is_whole
+from vlm_batch.checks import demand, is_real, is_whole
 from vlm_batch.errors import InvalidRequest
 
 
@@ -35,13 +36,19 @@ def check_fields(
         demand(is_right, error, name, value, rule.right)
 
 
+def whole_within(least: float, most: float = math.inf) -> Callable[[Any], bool]:
+    """Return the check of a whole number in a range."""
+    return lambda value: is_whole(value) and least <= value <= most
+
+
+def real_within(least: float, most: float = math.inf) -> Callable[[Any], bool]:
+    """Return the check of a finite number in a range."""
+    return lambda value: is_real(value) and least <= value <= most
+
+
 def at_least(least: int, *, or_none: bool = False) -> Rule:
     """Return the rule of a whole number."""
-    return Rule(
-        lambda value: is_whole(value) and bool(value >= least),
-        f"an integer of at least {least}",
-        or_none,
-    )
+    return Rule(whole_within(least), f"an integer of at least {least}", or_none)
 
 
 def is_bool(value: Any) -> bool:

@@ -229,10 +229,10 @@ class SamplingParams:
 
     def _check_ngrams(self) -> None:
         size, window = self.no_repeat_ngram_size, self.window_size
-        set_alone = [name for name in _OF_NGRAMS if getattr(self, name)]
-        if set_alone and not size:
+        asked = self._asked_of(_OF_NGRAMS)
+        if asked and not size:
             raise InvalidParameters(
-                f"{set_alone[0]} belongs to no_repeat_ngram_size, which is 0 (off)"
+                f"{asked[0]} belongs to no_repeat_ngram_size, which is 0 (off)"
             )
         if window is not None and window < size:
             raise InvalidParameters(
@@ -245,7 +245,7 @@ class SamplingParams:
             raise InvalidParameters(
                 f"{' and '.join(forms)} exclude each other: an answer has one form"
             )
-        ends = [name for name in _ENDS if getattr(self, name)]
+        ends = self._asked_of(_ENDS)
         if forms and ends:
             raise InvalidParameters(
                 f"{ends[0]} would end the answer elsewhere than {forms[0]} does; leave it out"
@@ -269,6 +269,10 @@ class SamplingParams:
 
     def _given_of(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
+
+    def _asked_of(self, names: Sequence[str]) -> list[str]:
+        """Return the names of parameters that are neither None, False nor empty."""
+        return [name for name in names if getattr(self, name)]
 
     @property
     def form(self) -> str | None:
