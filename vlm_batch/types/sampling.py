@@ -219,8 +219,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for one in SAMPLING_PARAMETERS:
             value = getattr(self, one.name)
-            is_given = value is not None or one.default is not None
-            if is_given:
+            if value is not one.default:
                 checked = one.check.checked(one.name, value)
                 object.__setattr__(self, one.name, checked)
         self._check_ngrams()
