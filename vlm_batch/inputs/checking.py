@@ -241,7 +241,7 @@ class Checker:
         limit, own = self._limits.max_pixels, self._processing.pixels
         asked_least = _or_else(request.min_pixels, self._limits.min_pixels)
         asked_most = _or_else(request.max_pixels, limit)
-        if asked_least is None and asked_most is None:
+        if (asked_least, asked_most) == (None, None):
             return None
         if own is None:
             raise self._without_bounds()

@@ -156,8 +156,6 @@ def load_video(
     """
     video = fetch_video(as_video(video), policy, cancelled)
     source = video.source
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        source = file_of_bytes(bytes(source), describe_video(video))
     if isinstance(source, Fetched):
         assert source.path is not None
         limits = max_pixels, max_image_pixels
@@ -206,9 +204,10 @@ def _with_frames(
 def is_to_be_fetched(video: Video) -> bool:
     """Whether reading the video waits for a disk or network."""
     source = video.source
-    if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
-        return any(isinstance(frame, (str, Path)) for frame in source)
-    return isinstance(source, (str, Path, bytes))
+    if isinstance(source, (str, Path, bytes)):
+        return True
+    frames = source if isinstance(source, Sequence) else ()
+    return any(isinstance(frame, (str, Path)) for frame in frames)
 
 
 def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
@@ -217,8 +216,9 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
     if isinstance(source, (str, Path)):
         with unread_as(InvalidVideo):
             return replace(video, source=fetch_to_file(source, policy, cancelled))
-    if isinstance(source, bytes):
-        return replace(video, source=file_of_bytes(source, describe_video(video)))
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        file = file_of_bytes(bytes(source), describe_video(video))
+        return replace(video, source=file)
     if not is_to_be_fetched(video):
         return video
     wanted = _thinned(len(source), video).tolist()

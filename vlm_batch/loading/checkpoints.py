@@ -93,8 +93,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         loaded = fit(model, tensors.finish(on_disk, weights, read), read)
         # before anything is computed: joined and transposed tensors are not held twice
         on_disk.clear()
-        if tensors.unused:
-            loaded = with_unused(loaded, model, tensors.unused)
+        loaded = with_unused(loaded, model, tensors.unused)
         check_decoded(loaded, written)
         if in_float32:
             loaded = widened(loaded, config.get("quantization") or {})
@@ -229,7 +228,7 @@ def _hook(name: str) -> None:
 
 
 def with_unused(weights: Weights, model: nn.Module, prefix: str) -> Weights:
-    """Fill parameters in that no answer needs, if the folder has none of them."""
+    """Fill parameters in that no answer needs, if the folder has none of them; with an empty prefix, none."""
     if any(name.startswith(prefix) for name in weights):
         return weights
     filled = dict(weights)
@@ -280,9 +279,8 @@ def check_rope(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedModel for position scaling that mlx-vlm's class does not read."""
     architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
     part, name = config, "ModelConfig"
-    decoder = config.get("text_config")
-    if decoder and isinstance(decoder, Mapping):
-        part, name = decoder, "TextConfig"
+    if config.get("text_config"):
+        part, name = config["text_config"], "TextConfig"
     kinds = _kinds_of_positions(part)
     scaled = set(kinds.values()).difference(PLAIN_ROPE)
     if not scaled or name not in vars(architecture):
