@@ -242,12 +242,13 @@ def _stripped(part: Any, media: Mapping[str, Media]) -> list[Any]:
     name = _type_of(part)
     if name in _TEXT_PARTS:
         return [_checked_text(part)]
-    taken, recordings = media[_KIND_OF_PART[name].marker], media["audio"]
-    medium = taken.take(_medium(part, taken.kind))
-    markers = [{"type": taken.kind.marker}]
+    marker = _KIND_OF_PART[name].marker
+    taken, recordings = media[marker], media["audio"]
+    medium = taken.take(_READERS[marker](part, taken.kind))
+    markers = [{"type": marker}]
     if has_sound(medium):
         recordings.take(Track(len(taken.ordered) - 1))
-        markers.append({"type": recordings.kind.marker})
+        markers.append({"type": "audio"})
     return markers
 
 
@@ -277,15 +278,23 @@ def _checked_text(part: Mapping[str, Any]) -> dict[str, Any]:
     return {**part, **_text_part(text)}
 
 
-def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
-    """Return a part's medium with its options; None for a bare part."""
-    if kind.marker == "audio":
-        return _recording(_given(part, kind.keys)[1])
+def _picture(part: Mapping[str, Any], kind: Kind) -> Any:
     payload = _payload(part, kind.keys)
-    if kind.marker == "video":
-        return _with_options(payload, part, kind)
     _check_picture(part, kind, is_bare=payload is None)
     return payload
+
+
+def _video(part: Mapping[str, Any], kind: Kind) -> Any:
+    return _with_options(_payload(part, kind.keys), part, kind)
+
+
+def _heard(part: Mapping[str, Any], kind: Kind) -> Any:
+    _, named = _given(part, kind.keys)
+    return _recording(named)
+
+
+#: What reads a part's medium with its options, by its kind's marker; None for a bare part.
+_READERS = {"image": _picture, "video": _video, "audio": _heard}
 
 
 def _check_picture(part: Mapping[str, Any], kind: Kind, *, is_bare: bool) -> None:

@@ -416,7 +416,9 @@ def _said(error: BaseException) -> str:
 
 def _from_array(source: Any) -> Image.Image:
     """Convert (H, W), (H, W, 3) or (H, W, 4) of uint8, floats in 0..1, or booleans (true is white)."""
-    array = np.asarray(source)
+    name = describe_source(source)
+    with refused_as(InvalidImage, f"{name} is no path, bytes, PIL image or array"):
+        array = np.asarray(source)
     channels = array.shape[2:]
     is_picture = array.ndim in (2, 3) and channels in ((), (3,), (4,))
     if not is_picture or array.dtype.kind not in "buif":

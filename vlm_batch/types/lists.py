@@ -68,7 +68,7 @@ class TokenIds:
         tokens = as_tuple(name, value)
         _check_count(name, len(tokens), self.most)
         is_right = len(tokens) >= self.least and are_tokens(tokens)
-        right = "token ids of at least 0, or None"
+        right = f"token ids in 0..{MOST}, or None"
         demand(is_right, InvalidParameters, name, tokens, right)
         ids = tuple(map(int, tokens))
         demand(max(ids, default=0) <= MOST, InvalidParameters, name, tokens, right)
