@@ -29,6 +29,7 @@ from vlm_batch import Request, SamplingParams, VLMBatcher
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.cli import main as cli
 from vlm_batch.cli.prompts import CASES, Folder, ask_transformers, differences
+from vlm_batch.inputs.chats import in_text, split_messages, with_parts
 from vlm_batch.inputs.processing import Processing
 
 BEGIN, END = "<s>", "</s>"
@@ -442,6 +443,16 @@ def test_the_command_says_what_else_the_folder_has_and_lacks(
     assert "- config.json has what nobody reads: of_no_model 7" in printed
     assert "recommends temperature 0.7, top_k 50; not taken: num_beams 3 " in printed
     assert "- 1 tensors of the index are not in the folder: away" in printed
+
+
+def test_texts_of_parts_are_alike_however_they_are_spelled() -> None:
+    """A part that had its text as content was left out by templates, or failed."""
+    parts: list[Any] = ["a", {"type": "input_text", "text": "b"}]
+    parts.append({"type": "text", "content": "c"})
+    turns, _ = split_messages([{"role": "user", "content": parts}], [], [], [])
+    (turn,) = with_parts(turns)
+    assert [part["text"] for part in turn["content"]] == ["a", "b", "c"]
+    assert in_text(turn, "<image>")["content"] == "abc"
 
 
 def test_parts_for_a_template_of_text_alone_become_text(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ WAYS = (
         "a sampling option",
         (
             ("parameters.py", ("Declared", "declared")),
-            ("types/sampling.py", ("SamplingParams:", "SamplingParams._check_numbers")),
+            ("types/sampling.py", ("SamplingParams:", "SamplingParams.__post_init__")),
             (
                 "engine/sampling.py",
                 (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,7 +55,11 @@ class TrueOrFalse:
         raise InvalidParameters(f"{name} is {shown(value)}; it must be {self.right}")
 
 
-Check: TypeAlias = WholeNumber | RealNumber | TrueOrFalse
+class Check(Protocol):
+    """A check of a parameter's value."""
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Return the value in Python's own types. Raises InvalidParameters."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Declared:
     """A parameter as it is declared.
 
     Attributes:
-        check: Of its value; None for what the record checks itself.
+        check: Of its value.
         flag: On the command line; None for none.
         in_jobs: Whether a row's ``params`` and a job's settings may name it.
         over_http: Whether the field of this name in a body sets it, and nothing else does.
@@ -88,7 +92,7 @@ class Declared:
 
     name: str
     default: Any
-    check: Check | None
+    check: Check
     flag: Flag | None
     in_jobs: bool
     over_http: bool
@@ -96,7 +100,7 @@ class Declared:
 
 def declared(
     default: Any,
-    check: Check | None = None,
+    check: Check,
     *,
     flag: Flag | None = None,
     in_jobs: bool = True,

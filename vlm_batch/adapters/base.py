@@ -181,22 +181,16 @@ class Adapter(FamilyHooks):
 
     def _known_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of ``input_keys``; raise InvalidPrompt for others than ignored ones."""
-        known: dict[str, Any] = {}
-        unknown: list[str] = []
-        ignored = self.ignored | IGNORED_INPUTS
-        for name, value in inputs.items():
-            if value is None or name == "input_ids":
-                continue
-            if name in self.input_keys:
-                is_apart = isinstance(value, Joined)
-                known[name] = joined(value) if is_apart else value
-            elif name not in ignored:
-                unknown.append(name)
+        given = {name for name, value in inputs.items() if value is not None}
+        unknown = (
+            given - self.input_keys - self.ignored - IGNORED_INPUTS - {"input_ids"}
+        )
         if unknown:
             raise InvalidPrompt(
                 f"{self.spec.family} does not know the inputs {sorted(unknown)}; it takes {sorted(self.input_keys)}"
             )
-        return known
+        known = given & self.input_keys
+        return {name: _whole(inputs[name]) for name in inputs if name in known}
 
     @contextmanager
     def _fitting(self, ids: mx.array, extra: Mapping[str, Any]) -> Iterator[None]:
@@ -368,6 +362,10 @@ class Adapter(FamilyHooks):
             turned(self.language) if step.is_traced else nullcontext(),
         ):
             return self.run_step(step)
+
+
+def _whole(value: Any) -> Any:
+    return joined(value) if isinstance(value, Joined) else value
 
 
 def _shares_calls(towers: Sequence[tuple[nn.Module, str]], call: Call) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -18,40 +18,32 @@ from vlm_batch.adapters.powers import takes_powers
 ROWS_APART = 2
 
 
-class ExpertsApart(SwitchLinear):
+class ByExpert:
+    """Mixin of experts' layers: a prompt's rows of one expert are one product."""
+
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> Any:
+        """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
+        layer: Any = self
+        is_in_order = sorted_indices and x.shape[-2] == 1
+        if is_in_order and multiplies_apart(x, indices, layer.num_experts):
+            return by_expert(layer, x, indices)
+        theirs: Any = super()
+        return theirs.__call__(x, indices, sorted_indices=sorted_indices)
+
+
+class ExpertsApart(ByExpert, SwitchLinear):
     """Multiplies an expert's prompt rows in one product; on a CPU, mlx-vlm multiplies row by row."""
 
-    def __call__(
-        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
-    ) -> Any:
-        """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
-        if not (
-            sorted_indices
-            and x.shape[-2] == 1
-            and multiplies_apart(x, indices, self.num_experts)
-        ):
-            return super().__call__(x, indices, sorted_indices=sorted_indices)
-        return by_expert(
-            self, x, indices, lambda rows, expert: rows @ self["weight"][expert].T
-        )
+    def product(self, rows: mx.array, expert: int) -> mx.array:
+        return rows @ self["weight"][expert].T
 
 
-class FewBitsApart(QuantizedSwitchLinear):
+class FewBitsApart(ByExpert, QuantizedSwitchLinear):
     """The same of weights in few bits, which are widened for ``packed.FEW_ROWS`` rows and more."""
 
-    def __call__(
-        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
-    ) -> Any:
-        """Map (N, 1, D_in) with rising experts (N,) to (N, 1, D_out)."""
-        if not (
-            sorted_indices
-            and x.shape[-2] == 1
-            and multiplies_apart(x, indices, self.num_experts)
-        ):
-            return super().__call__(x, indices, sorted_indices=sorted_indices)
-        return by_expert(self, x, indices, self._product)
-
-    def _product(self, rows: mx.array, expert: int) -> mx.array:
+    def product(self, rows: mx.array, expert: int) -> mx.array:
         found = multiply(rows, self, expert)
         if found is None:
             biases = None if self.biases is None else self.biases[expert]
@@ -67,12 +59,7 @@ class FewBitsApart(QuantizedSwitchLinear):
         return found
 
 
-def by_expert(
-    layer: Any,
-    x: mx.array,
-    indices: mx.array,
-    product: Callable[[mx.array, int], mx.array],
-) -> mx.array:
+def by_expert(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
     rows = x.reshape(-1, x.shape[-1])
     ends = np.searchsorted(
         np.array(indices).reshape(-1), np.arange(layer.num_experts + 1)
@@ -80,11 +67,9 @@ def by_expert(
     parts: list[mx.array] = []
     for expert, (first, end) in enumerate(pairwise(ends)):
         if first < end:
-            own = rows[first:end]
             # One after another: what a product needs beside its rows is made when these are there.
-            parts.append(
-                product(mx.depends([own], parts[-1:])[0] if parts else own, expert)
-            )
+            (own,) = mx.depends([rows[first:end]], parts[-1:])
+            parts.append(layer.product(own, expert))
     found = mx.concatenate(parts).reshape(*x.shape[:-1], -1)
     return (
         found + mx.expand_dims(layer["bias"][indices], -2) if "bias" in layer else found

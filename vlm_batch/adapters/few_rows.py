@@ -115,7 +115,5 @@ def _gains_by_blocks(weight: mx.array, is_one: bool) -> bool:
     outputs, width = weight.shape
     if outputs < BLOCKS[-1] or not width:
         return False
-    step = ALIASED
-    if is_one and weight.size >= LARGE:
-        step = EVEN
+    step = EVEN if is_one and weight.size >= LARGE else ALIASED
     return width % step == 0

@@ -196,20 +196,19 @@ class MRoPEAdapter(GridAdapter):
         self,
         ids: mx.array,
         extra: Mapping[str, Any],
-        steps: Sequence[float] | None = None,
+        steps: Sequence[float] = (),
     ) -> PositionState:
-        """Return M-RoPE positions, rounded down, with a time step per video, or None without videos.
+        """Return M-RoPE positions, rounded down, with a time step per video.
 
         Text after a medium begins one past its largest position on any axis.
         """
         side = int(self.config.vision_config.spatial_merge_size)
         pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]
-        timed = [] if steps is None else self.placed(ids, extra, "video")
-        if len(timed) != len(steps or ()):
-            raise InvalidPrompt(
-                f"{len(timed)} videos have {len(steps or ())} time steps"
-            )
-        videos = [(*one, step) for one, step in zip(timed, steps or (), strict=True)]
+        has_videos = "video_grid_thw" in extra
+        timed = self.placed(ids, extra, "video") if has_videos else []
+        if len(timed) != len(steps):
+            raise InvalidPrompt(f"{len(timed)} videos have {len(steps)} time steps")
+        videos = [(*one, step) for one, step in zip(timed, steps, strict=True)]
         blocks = [
             (first, (t, h // side, w // side), step)
             for first, (t, h, w), step in (*pictures, *videos)

@@ -23,6 +23,7 @@ from vlm_batch.adapters.modules import clone_modules, evaluate_arrays
 from vlm_batch.adapters.operations import layers
 from vlm_batch.adapters.prompts import dtype_of, num_words
 from vlm_batch.adapters.rotary import STEP_ROPES, hook_rotary
+from vlm_batch.arrays import joined
 from vlm_batch.caches.rows import DraftedRows, RowsCache, RowStates
 from vlm_batch.records import Call, DraftState, Hidden
 
@@ -318,8 +319,7 @@ def gathered(hidden: Sequence[Hidden]) -> mx.array:
             arrays.append(one.states)
         first = begins[id(one.states)] + one.first
         places += range(first, first + one.count)
-    every = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
-    return every[mx.array(places)]
+    return joined(arrays)[mx.array(places)]
 
 
 def _likeliest(logits: mx.array) -> mx.array:

@@ -113,9 +113,7 @@ def known(numbers: Any) -> Any:
 
 def know(value: Any) -> Any:
     """Return an evaluated array of few integers as ``HostIntegers``, anything else as it is."""
-    if not isinstance(value, mx.array) or isinstance(value, HostIntegers):
-        return value
-    if value.size > MOST:
+    if type(value) is not mx.array or value.size > MOST:
         return value
     if value.dtype != mx.bool_ and not mx.issubdtype(value.dtype, mx.integer):
         return value

@@ -197,19 +197,18 @@ class RememberingTower(nn.Module):
         make: Callable[[Sequence[TowerCall]], list[Any]],
     ) -> list[Any]:
         """Return stored features; make missing ones together, duplicates once."""
-        found: list[Any] = []
+        keys = [self.key(call.args, call.kwargs) for call in calls]
+        found = list(map(self.stored, keys))
         missing: dict[bytes | int, list[int]] = {}
-        for at, call in enumerate(calls):
-            key = self.key(call.args, call.kwargs)
-            found.append(self.stored(key))
+        for at, key in enumerate(keys):
             if found[at] is None:
                 # a call that cannot be stored is like no other
                 missing.setdefault(key or at, []).append(at)
         if not missing:
             return found
         parts = make([calls[first] for first, *_ in missing.values()])
-        for (name, places), part in zip(missing.items(), parts, strict=True):
-            self.remember(name if isinstance(name, bytes) else None, part)
+        for places, part in zip(missing.values(), parts, strict=True):
+            self.remember(keys[places[0]], part)
             for at in places:
                 found[at] = part
         return found
@@ -423,9 +422,7 @@ class RememberingGridTower(RememberingTower):
         found: list[Any] = [None] * len(calls)
         pictures = current().pictures
         for places in shapes.values():
-            count = 1
-            if pictures is not None:
-                count = pictures(calls[places[0]])
+            count = 1 if pictures is None else pictures(calls[places[0]])
             for start in range(0, len(places), count):
                 part = places[start : start + count]
                 answers = self.as_one([calls[at] for at in part], count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -46,20 +46,9 @@ def with_quick_patches(part: Any) -> Any:
     mlx-vlm's converts to numpy and back, and normalises pictures whole (qwen3_vl/processing_qwen3_vl.py:351).
     """
     kind: Any = type(part)
-    if (
-        not hasattr(kind, "_resolved_size")
-        or not hasattr(kind, "_process_one")
-        or isinstance(part, PatchesOfRows)
-    ):
-        return part
-    part = copy.copy(part)
-    part.__class__ = _quick(kind)
+    if hasattr(kind, "_resolved_size") and hasattr(kind, "_process_one"):
+        return with_mixin(part, PatchesOfRows)
     return part
-
-
-@cache
-def _quick(kind: Any) -> Any:
-    return type(kind.__name__, (PatchesOfRows, kind), {"__module__": kind.__module__})
 
 
 class PatchesOfRows:
@@ -91,8 +80,10 @@ class PatchesOfRows:
             sizes.append(theirs._resolved_size(one.height, one.width, **said))
         sides = np.array(sizes, dtype=np.int64).reshape(-1, 2) // self.patch_size
         grids = np.insert(sides, 0, 1, axis=1)
-        if self.pictures is not None and all(map(_has_content, pictures)):
-            stand_in = StandIn(list(map(self._recalled, pictures, sizes)))
+        store = self.pictures
+        if store is not None and all(map(_has_content, pictures)):
+            recalled = map(partial(self._recalled, store), pictures, sizes)
+            stand_in = StandIn(list(recalled))
             pictures[0].stand_in = stand_in
             return {"pixel_values": stand_in, "image_grid_thw": grids}
         counts = grids.prod(axis=1).tolist()
@@ -107,17 +98,16 @@ class PatchesOfRows:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def _recalled(
-        self, picture: RecalledPicture, size: tuple[int, int]
+        self, store: PictureStore, picture: RecalledPicture, size: tuple[int, int]
     ) -> mx.array | Patches:
-        assert self.pictures is not None
         settings = (self.patch_size, self.merge_size, self.temporal_patch_size)
         table = self._normalised(
             np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
         )[:, 0].T.copy()
         key = digest(["patches", picture.content, size, settings, table])
-        if (kept := self.pictures.get(key)) is not None:
-            found: Patches = kept
-            return found
+        kept: Patches | None = store.get(key)
+        if kept is not None:
+            return kept
         seen = resized(picture, size)
         patches = np.empty(
             (size[0] * size[1] // self.patch_size**2, self._width), dtype=np.float32
@@ -125,7 +115,7 @@ class PatchesOfRows:
         self._fill(patches, seen)
         made = mx.array(patches)
         hash_ahead(made)
-        self.pictures.put(
+        store.put(
             key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made))
         )
         return made

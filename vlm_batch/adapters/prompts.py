@@ -126,8 +126,7 @@ def num_words(table: Any) -> int | None:
     """Count the rows of a token embedding, if it has any."""
     total = 0
     for name in ("weight", "embedding", "new_embedding"):  # Molmo has two tables
-        part = getattr(table, name, None)
-        total += 0 if part is None else part.shape[0]
+        total += len(getattr(table, name, ()))
     return total or None
 
 
@@ -137,10 +136,8 @@ def num_logits(language: Any, table: Any) -> int | None:
         if path.endswith("lm_head") and "weight" in module:
             return int(module["weight"].shape[0])
     # Molmo's second table has no logits
-    rows = getattr(table, "weight", None)
-    if rows is None:
-        rows = getattr(table, "embedding", None)
-    return None if rows is None else int(rows.shape[0])
+    rows = getattr(table, "weight", getattr(table, "embedding", ()))
+    return len(rows) or None
 
 
 def dtype_of(table: Any) -> mx.Dtype | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -23,14 +25,14 @@ def can_draft(adapter: Adapter) -> bool:
     """Whether a forward may have several positions of a row, in order where there are states."""
     if adapter.spec.max_rows is not None:
         return False
-    has_states = False
-    for cache in adapter.make_cache():
-        parts = cache.caches if isinstance(cache, CacheList) else [cache]
-        for part in parts:
-            has_states |= isinstance(part, ArraysCache)
-    if not has_states:
+    parts = chain.from_iterable(map(_caches_in, adapter.make_cache()))
+    if not any(isinstance(part, ArraysCache) for part in parts):
         return True
     return any(isinstance(module, InOrder) for module in adapter.language.modules())
+
+
+def _caches_in(cache: Any) -> Sequence[Any]:
+    return cache.caches if isinstance(cache, CacheList) else (cache,)
 
 
 def in_order(
@@ -50,61 +52,45 @@ def in_order(
 
     class Ordered(InOrder, module_class):  # type: ignore[misc,valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            cache = next(
-                (
-                    one
-                    for value in (*args, *kwargs.values())
-                    if (one := _drafted(value)) is not None
-                ),
-                None,
-            )
+            values = (*args, *kwargs.values())
+            cache = next(filter(None, map(_drafted, values)), None)
             if cache is None:
                 return super().__call__(*args, **kwargs)
-            num_arrays = sum(
-                isinstance(value, mx.array) for value in (*args, *kwargs.values())
-            )
-            if (
-                has_history
-                and num_arrays == 1
-                and (square := cache.square()) is not None
-            ):
-                return self.at_once(cache, square, args, kwargs)
-            return self.each_step(cache, args, kwargs)
+            square = None
+            if has_history and _num_arrays(values) == 1:
+                square = cache.square()
+            if square is None:
+                return self.each_step(cache, values[0], args, kwargs)
+            return self.at_once(cache, square, values[0], args, kwargs)
 
         def at_once(
             self,
             cache: DraftedRecurrent,
             square: Square,
+            x: mx.array,
             args: Sequence[Any],
             kwargs: Mapping[str, Any],
         ) -> Any:
             """Call the module once, with a place's positions as a row."""
-            x = args[0] if args else next(iter(kwargs.values()))
             known = {
                 name: KnownOutput(square.padded(self[name](x)[:, 0])) for name in before
             }
             twin = _twin(self, module_class, known, after)
             with cache.history(square.count) as lent:
                 given = {id(x): square.padded(x[:, 0]), id(cache): lent}
-                cut = [given.get(id(value), value) for value in args]
-                found = twin(
-                    *cut,
-                    **{
-                        name: given.get(id(value), value)
-                        for name, value in kwargs.items()
-                    },
+                found = _called(
+                    twin, args, kwargs, lambda value: given.get(id(value), value)
                 )
-            flat = square.flat(found)[:, None]
-            return self[after](flat) if after else flat
+            return self.get(after, _same)(square.flat(found)[:, None])
 
         def each_step(
             self,
             cache: DraftedRecurrent,
+            x: mx.array,
             args: Sequence[Any],
             kwargs: Mapping[str, Any],
         ) -> Any:
             """Call the module per step, with its rows of arrays (N, ...); join the answers."""
-            x = args[0] if args else next(iter(kwargs.values()))
             known = {name: KnownOutput(self[name](x)) for name in before}
             twin = _twin(self, module_class, known, after)
             answers = []
@@ -112,22 +98,32 @@ def in_order(
                 for one in known.values():
                     one.rows = step.rows
                 with cache.step(number) as lent:
-                    cut = [_of_step(value, cache, step, lent) for value in args]
-                    named = {
-                        name: _of_step(value, cache, step, lent)
-                        for name, value in kwargs.items()
-                    }
-                    answers.append(twin(*cut, **named))
+                    own = partial(_of_step, cache=cache, step=step, lent=lent)
+                    answers.append(_called(twin, args, kwargs, own))
             order = cache.steps.order
             if isinstance(answers[0], tuple):
                 return tuple(
                     rows_of(mx.concatenate(list(parts)), order)
                     for parts in zip(*answers, strict=True)
                 )
-            joined = rows_of(mx.concatenate(answers), order)
-            return self[after](joined) if after else joined
+            return self.get(after, _same)(rows_of(mx.concatenate(answers), order))
 
     return Ordered
+
+
+def _num_arrays(values: Sequence[Any]) -> int:
+    return sum(isinstance(value, mx.array) for value in values)
+
+
+def _called(
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    change: Callable[[Any], Any],
+) -> Any:
+    """Call a module with each argument changed."""
+    named = {name: change(value) for name, value in kwargs.items()}
+    return module(*map(change, args), **named)
 
 
 def _twin(

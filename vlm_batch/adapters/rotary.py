@@ -63,8 +63,15 @@ def rotate_step(
     part = x if width == x.shape[-1] else x[..., :width]
     pairs = part.reshape(*part.shape[:-1], *own.shape[-2:])
     swapped = pairs[..., ::-1] if is_traditional else pairs[..., ::-1, :]
-    found = (pairs * own + swapped * others).reshape(part.shape)
-    return found if part is x else mx.concatenate([found, x[..., width:]], axis=-1)
+    return _with_rest((pairs * own + swapped * others).reshape(part.shape), x)
+
+
+def _with_rest(turned: mx.array, x: mx.array) -> mx.array:
+    """Append the numbers of ``x`` that are not rotated."""
+    width = turned.shape[-1]
+    if width == x.shape[-1]:
+        return turned
+    return mx.concatenate([turned, x[..., width:]], axis=-1)
 
 
 def shares_angles(x: mx.array, offset: Any) -> bool:
@@ -192,12 +199,7 @@ class PromptRotation:
         found = operations.turn_pairs(
             pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second
         )
-        found = found.reshape(turned.shape)
-        return (
-            found
-            if width == x.shape[-1]
-            else mx.concatenate([found, x[..., width:]], axis=-1)
-        )
+        return _with_rest(found.reshape(turned.shape), x)
 
 
 def hook_rotary(module: nn.Module, *, family: str) -> None:

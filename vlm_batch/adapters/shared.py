@@ -63,8 +63,9 @@ class JoinedPart(nn.Module):
     def __init__(self, wide: Wide, at: int) -> None:
         super().__init__()
         # an underscore hides the wide layer from parameters, so that its weights count once
-        self["wide" if at == 0 else "_wide"] = wide
-        self.__dict__.update(_name="wide" if at == 0 else "_wide", _at=at)
+        name = "wide" if at == 0 else "_wide"
+        self[name] = wide
+        self.__dict__.update(_name=name, _at=at)
 
     def __call__(self, rows: mx.array) -> mx.array:
         wide: Wide = self[self.__dict__["_name"]]

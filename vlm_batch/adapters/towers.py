@@ -37,20 +37,12 @@ def audio_towers(model: Any) -> list[tuple[nn.Module, str]]:
 
 def can_hear(model: Any) -> bool:
     """Whether a model has audio parts; some sizes have none."""
-    owner = model.get("thinker") or model
-    return any(
-        isinstance(owner.get(name), nn.Module)
-        for name in (*AUDIO_TOWERS, "embed_audio")
-    )
+    return bool(_towers(model, (*AUDIO_TOWERS, "embed_audio")))
 
 
 def _towers(model: Any, names: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
     owner = model.get("thinker") or model  # omni models
-    found: list[tuple[nn.Module, str]] = []
-    for name in names:
-        if isinstance(owner.get(name), nn.Module):
-            found.append((owner, name))
-    return found
+    return [(owner, name) for name in names if isinstance(owner.get(name), nn.Module)]
 
 
 def remember_features(adapter: Any, store: FeatureStore | None) -> None:

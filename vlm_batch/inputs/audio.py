@@ -15,19 +15,19 @@ import numpy as np
 
 from vlm_batch.errors import InvalidAudio, describe
 from vlm_batch.inputs.fetch import (
+    NEVER,
+    USUAL,
     Cancelled,
     Fetched,
-    Unreadable,
     fetch,
     is_data_uri,
     name_medium,
 )
-from vlm_batch.inputs.images import pass_on_ctrl_c
 from vlm_batch.inputs.joined import parts_of
+from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
 from vlm_batch.inputs.tracks import (
     MAX_MISSING_SHARE,
     UNKNOWN_BYTES,
-    container_at,
     container_of,
     opened_track,
 )
@@ -97,46 +97,35 @@ def own_audio(audio: Audio, policy: FetchPolicy) -> Audio:
         return fetch_audio(audio, policy)
     if isinstance(source, (str, Path, bytes, Fetched)):
         return audio
-    try:
+    with refused_as(InvalidAudio, f"{describe_audio(audio)} cannot be read"):
         if isinstance(source, (bytearray, memoryview)):
             return replace(audio, source=bytes(source))
         if isinstance(source, IOBase):
             return replace(audio, source=bytes(source.read()))
         return replace(audio, source=_samples_of(np.array(source), audio))
-    except InvalidAudio:
-        raise
-    except BaseException as error:
-        pass_on_ctrl_c(error)
-        raise InvalidAudio(
-            f"{describe_audio(audio)} cannot be read: {describe(error)}"
-        ) from error
 
 
 def fetch_audio(
-    audio: Audio, policy: FetchPolicy, cancelled: Cancelled | None = None
+    audio: Audio, policy: FetchPolicy, cancelled: Cancelled = NEVER
 ) -> Audio:
     """Read the recording's path or URL into memory."""
     if not isinstance(audio.source, (str, Path)):
         return audio
-    try:
+    with unread_as(InvalidAudio):
         return replace(audio, source=fetch(audio.source, policy, cancelled))
-    except Unreadable as error:
-        raise InvalidAudio(error.reason, advice=error.advice) from error
 
 
 def load_audio(
     audio: AudioInput,
     rate: int,
     max_seconds: float | None = DEFAULT_MAX_SECONDS,
-    policy: FetchPolicy | None = None,
-    cancelled: Cancelled | None = None,
+    policy: FetchPolicy = USUAL,
+    cancelled: Cancelled = NEVER,
 ) -> Sound:
     """Read a recording as mono samples at ``rate``: average channels, then resample.
 
     ``max_seconds`` is checked on the header and while decoding. Raises InvalidAudio or OperationCancelled.
     """
-    cancelled = cancelled or Cancelled()
-    policy = policy or FetchPolicy()
     audio = fetch_audio(own_audio(as_audio(audio), policy), policy, cancelled)
     name = describe_audio(audio)
     parts: list[np.ndarray] = []
@@ -165,7 +154,7 @@ def _check_all_there(announced: int, count: int, name: str) -> None:
 
 
 def check_seconds(seconds: float, most: float | None, name: str) -> None:
-    if most is not None and seconds > most:
+    if exceeds(seconds, most):
         raise InvalidAudio(
             f"{name}: {seconds:,.1f} s of sound; at most {most:,g} s are read",
             advice=" (Limits.audio_seconds)",
@@ -177,7 +166,7 @@ def count_seconds(audio: Audio) -> float:
     if isinstance(audio.source, (str, Path)):
         return 0.0
     try:
-        with _blocks(audio, Cancelled()) as (rate, announced, _):
+        with _blocks(audio, NEVER) as (rate, announced, _):
             return announced / rate
     except Exception:  # whoever decodes it will say what is wrong
         return 0.0
@@ -193,20 +182,19 @@ def _blocks(
 ) -> Iterator[tuple[int, int, Iterator[np.ndarray]]]:
     """Yield rate, announced samples, and blocks (n,) of mono float32, of the first recording or of all in the file."""
     source, name = audio.source, describe_audio(audio)
-    if not isinstance(source, (bytes, Fetched)):
-        assert audio.rate is not None
-        yield audio.rate, len(source), iter((source,))
+    if isinstance(source, np.ndarray):
+        yield int(audio.rate or 0), len(source), iter((source,))
         return
-    data = source.data if isinstance(source, Fetched) else source
-    path = source.path if isinstance(source, Fetched) else None  # a video's
-    container = container_of(data) if path is None else container_at(path)
+    data = source
+    if isinstance(source, Fetched):
+        data = source.path or source.data  # a video is a file
+    container = container_of(data)
     if container is not None:
-        whole = data if path is None else path
-        with opened_track(whole, container, name, _check_header, cancelled) as track:
+        with opened_track(data, container, name, _check_header, cancelled) as track:
             rate, announced, blocks = track
             yield rate, announced, _mono(blocks, audio)
         return
-    if path is not None:
+    if isinstance(data, Path):
         raise InvalidAudio(
             f"the sound of {name} cannot be read: that of mp4, mov, mkv, webm and avi files can"
         )
@@ -250,10 +238,8 @@ def _check_kind(data: bytes, name: str) -> None:
 def _opened(data: bytes, name: str) -> Iterator[Any]:
     import soundfile  # here: only recordings need it
 
-    try:
+    with refused_as(InvalidAudio, f"{name} cannot be opened", _said):
         file = soundfile.SoundFile(BytesIO(data))
-    except Exception as error:
-        raise InvalidAudio(f"{name} cannot be opened: {_said(error)}") from error
     with file:
         if file.format not in _FORMATS:
             raise InvalidAudio(
@@ -329,10 +315,8 @@ def _decoded(file: Any, name: str, cancelled: Cancelled) -> Iterator[np.ndarray]
     num_frames = max(1, _BLOCK // file.channels)
     while True:
         cancelled.check()
-        try:
+        with refused_as(InvalidAudio, f"{name} cannot be decoded", _said):
             block = file.read(num_frames, dtype="float32", always_2d=True)
-        except Exception as error:
-            raise InvalidAudio(f"{name} cannot be decoded: {_said(error)}") from error
         if not len(block):
             return
         yield block
@@ -411,9 +395,9 @@ class _Resampled:
         return self._stream.resample_chunk(nothing, last=True)  # type: ignore[no-any-return]
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     from soundfile import LibsndfileError  # here: only recordings need it
 
     if isinstance(error, LibsndfileError):
-        return error.error_string
+        return str(error.error_string)
     return describe(error)

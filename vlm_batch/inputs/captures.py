@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vlm_batch.errors import InvalidVideo, describe
+from vlm_batch.errors import InvalidVideo
 from vlm_batch.inputs.fetch import Cancelled
-from vlm_batch.inputs.tracks import container_at
+from vlm_batch.inputs.refusals import refused_as
+from vlm_batch.inputs.tracks import container_of
 
 
 class AvCapture:
@@ -41,24 +43,22 @@ class AvCapture:
         self._name = name
         self._frame: Any = None
         self._file = open(path, "rb")  # noqa: SIM115  (``close`` closes it)
-        try:
+        with (
+            ExitStack() as failing,
+            refused_as(InvalidVideo, f"{name} cannot be opened"),
+        ):
+            failing.callback(self._file.close)
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
             self._opened = av.open(
-                self._file, format=container_at(path), metadata_errors="ignore"
+                self._file, format=container_of(path), metadata_errors="ignore"
             )
-        except Exception as error:
-            self._file.close()
-            raise InvalidVideo(f"{name} cannot be opened: {describe(error)}") from error
+            failing.pop_all()
         self._frames = self._opened.decode(video=0)
 
     def skip(self) -> bool:
         """Skip one frame; return False at the end."""
-        try:
+        with refused_as(InvalidVideo, f"{self._name} cannot be decoded"):
             self._frame = next(self._frames, None)
-        except Exception as error:
-            raise InvalidVideo(
-                f"{self._name} cannot be decoded: {describe(error)}"
-            ) from error
         found = self._frame is not None
         self.seen += found
         return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 from vlm_batch.errors import InvalidPrompt, shown
@@ -15,6 +16,10 @@ from vlm_batch.inputs.media import KINDS, Kind
 from vlm_batch.types import Message, Video
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+#: Kinds of media by the types of their parts.
+_KIND_OF_PART = {part: kind for kind in KINDS for part in kind.parts}
+_TYPES = (*_TEXT_PARTS, *_KIND_OF_PART)
+_MARKERS = [kind.marker for kind in KINDS]
 #: Keys of qwen-vl-utils that no chat template reads.
 _PICTURE_SIZES = frozenset(
     {"min_pixels", "max_pixels", "resized_height", "resized_width"}
@@ -52,17 +57,17 @@ class Media:
     """One kind of media in a chat; ``spare`` ones have no content part yet."""
 
     kind: Kind
-    spare: Iterator[Any]
+    spare: deque[Any]
     ordered: list[Any] = field(default_factory=list)
 
     def take(self, payload: Any) -> Any:
         """Record and return a part's medium; a bare part uses the next spare one."""
         if payload is None:
-            payload = next(self.spare, None)
-            if payload is None:
+            if not self.spare:
                 raise InvalidPrompt(
                     f"the chat has more {self.kind.noun} parts than {self.kind.noun}s"
                 )
+            payload = self.spare.popleft()
         self.ordered.append(payload)
         return payload
 
@@ -82,17 +87,15 @@ def split_messages(
     video's sound follows it, as a ``Track`` among the recordings.
     """
     _check_are_messages(messages)
-    kinds = list(map(Media, KINDS, map(iter, media)))
+    kinds = dict(zip(_MARKERS, map(Media, KINDS, map(deque, media)), strict=True))
     turns = [_turn(message, kinds) for message in messages]
-    left = [list(taken.spare) for taken in kinds]
     last = _last_of_user(turns)
-    is_heard = any(map(has_sound, left[1]))
+    is_heard = any(map(has_sound, kinds["video"].spare))
     if last is not None and is_heard:
-        _place_before(last, kinds, left)
-    else:
-        for taken, spare in zip(kinds, left, strict=True):
-            taken.ordered += spare
-    return list[Message](turns), [taken.ordered for taken in kinds]
+        _place_before(last, kinds)
+    for taken in kinds.values():
+        taken.ordered += taken.spare
+    return list[Message](turns), [taken.ordered for taken in kinds.values()]
 
 
 def _check_are_messages(messages: Any) -> None:
@@ -105,16 +108,12 @@ def _check_are_messages(messages: Any) -> None:
         raise InvalidPrompt("the chat has no messages")
 
 
-def _place_before(
-    turn: dict[str, Any], kinds: Sequence[Media], left: Sequence[Sequence[Any]]
-) -> None:
+def _place_before(turn: dict[str, Any], media: Mapping[str, Media]) -> None:
     """Place media that have no part before a turn's text, each video's sound behind it."""
     placed: list[Any] = []
-    for taken, spare in zip(kinds, left, strict=True):
-        taken.spare = iter(spare)
-    for taken, spare in zip(kinds, left, strict=True):
-        for _ in spare:
-            placed += _strip({"type": taken.kind.marker}, kinds)
+    for marker, taken in media.items():
+        for _ in range(len(taken.spare)):
+            placed += _stripped({"type": marker}, media)
     turn["content"] = [*placed, *_parts_of(turn["content"])]
 
 
@@ -141,7 +140,7 @@ def has_sound(video: Any) -> bool:
     return isinstance(video, Video) and video.sound
 
 
-def _turn(message: Any, media: Sequence[Media]) -> dict[str, Any]:
+def _turn(message: Any, media: Mapping[str, Media]) -> dict[str, Any]:
     """Check a message; its content becomes text, or text parts and markers."""
     role = _role_of(message)
     if "content" not in message and role != "assistant":
@@ -172,7 +171,7 @@ def _role_of(message: Any) -> str:
     )
 
 
-def _content(message: Mapping[Any, Any], media: Sequence[Media]) -> Any:
+def _content(message: Mapping[Any, Any], media: Mapping[str, Media]) -> Any:
     """Return a message's text, or its parts as templates take them."""
     content = message.get("content")
     if isinstance(content, str):
@@ -185,25 +184,20 @@ def _content(message: Mapping[Any, Any], media: Sequence[Media]) -> Any:
         )
     parts: list[Any] = []
     for part in content:
-        parts += _strip(part, media)
+        parts += _stripped(part, media)
     return parts
 
 
 def _stray(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     """Return the names that mean a picture or video, are not known, and have a value."""
-    stray = []
-    for key, value in given.items():
-        if key in known or _is_nothing(value):
-            continue
-        if says_media(str(key)):
-            stray.append(str(key))
-    return stray
+    said = [str(key) for key, value in given.items() if not _is_nothing(value)]
+    return [name for name in said if name not in known and says_media(name)]
 
 
 def _is_nothing(value: Any) -> bool:
     if isinstance(value, _EMPTY):
         return not value
-    return value is None or isinstance(value, (int, float))
+    return isinstance(value, (int, float, NoneType))
 
 
 def _listed(calls: Any) -> Sequence[Any]:
@@ -241,46 +235,36 @@ def _parsed(arguments: Any) -> Any:
         ) from error
 
 
-def _strip(part: Any, media: Sequence[Media]) -> list[Any]:
-    """Convert a part for templates."""
+def _stripped(part: Any, media: Mapping[str, Media]) -> list[Any]:
+    """Return a part as templates take it: a text, or a marker for each of its media."""
     if isinstance(part, str):
-        return [part]
-    kind = _type_of(part)
-    # whatever a user wrote there: not all can be compared, or hashed
-    is_named = isinstance(kind, str)
-    for taken in media:
-        if is_named and kind in taken.kind.parts:
-            return _marked(part, taken, media[-1])
-    _check_text(part, media)
-    return [part]
-
-
-def _type_of(part: Any) -> Any:
-    if not isinstance(part, Mapping) or "type" not in part:
-        raise InvalidPrompt('every content part must be a mapping with "type"')
-    return part["type"]
-
-
-def _marked(part: Mapping[str, Any], taken: Media, recordings: Media) -> list[Any]:
-    """Take a part's medium, with a video's sound; return their markers."""
-    medium = taken.take(_medium(part, taken.kind))
-    markers = [{"type": taken.kind.marker}]
+        return [_text_part(part)]
+    name = _type_of(part)
+    if name in _TEXT_PARTS:
+        return [_checked_text(part)]
+    marker = _KIND_OF_PART[name].marker
+    taken, recordings = media[marker], media["audio"]
+    medium = taken.take(_READERS[marker](part, taken.kind))
+    markers = [{"type": marker}]
     if has_sound(medium):
         recordings.take(Track(len(taken.ordered) - 1))
-        markers.append({"type": recordings.kind.marker})
+        markers.append({"type": "audio"})
     return markers
 
 
-def _check_text(part: Mapping[str, Any], media: Sequence[Media]) -> None:
+def _type_of(part: Any) -> str:
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise InvalidPrompt('every content part must be a mapping with "type"')
+    name = part["type"]
+    if isinstance(name, str) and name in _TYPES:
+        return name
+    raise InvalidPrompt(
+        f"a content part has the type {shown(name)}; the types are {', '.join(_TYPES)}"
+    )
+
+
+def _checked_text(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part["type"]
-    is_text = isinstance(kind, str) and kind in _TEXT_PARTS
-    if not is_text:
-        known = [*_TEXT_PARTS]
-        for taken in media:
-            known += taken.kind.parts
-        raise InvalidPrompt(
-            f"a content part has the type {shown(kind)}; the types are {', '.join(known)}"
-        )
     stray = _stray(part, ("type",))
     if stray:
         raise InvalidPrompt(
@@ -291,17 +275,26 @@ def _check_text(part: Mapping[str, Any], media: Sequence[Media]) -> None:
         raise InvalidPrompt(
             f"a content part of type {kind!r} has the text {shown(text)}; a string is expected"
         )
+    return {**part, **_text_part(text)}
 
 
-def _medium(part: Mapping[str, Any], kind: Kind) -> Any:
-    """Return a part's medium with its options; None for a bare part."""
-    if kind.marker == "audio":
-        return _recording(_given(part, kind.keys)[1])
+def _picture(part: Mapping[str, Any], kind: Kind) -> Any:
     payload = _payload(part, kind.keys)
-    if kind.marker == "video":
-        return _with_options(payload, part, kind)
     _check_picture(part, kind, is_bare=payload is None)
     return payload
+
+
+def _video(part: Mapping[str, Any], kind: Kind) -> Any:
+    return _with_options(_payload(part, kind.keys), part, kind)
+
+
+def _heard(part: Mapping[str, Any], kind: Kind) -> Any:
+    _, named = _given(part, kind.keys)
+    return _recording(named)
+
+
+#: What reads a part's medium with its options, by its kind's marker; None for a bare part.
+_READERS = {"image": _picture, "video": _video, "audio": _heard}
 
 
 def _check_picture(part: Mapping[str, Any], kind: Kind, *, is_bare: bool) -> None:
@@ -370,18 +363,15 @@ def _with_options(payload: Any, part: Mapping[str, Any], kind: Kind) -> Any:
         raise InvalidPrompt(
             f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}"
         )
-    said = {}
-    for key, value in part.items():
-        if key in named and value is not None:
-            said[_VIDEO_OPTIONS[key]] = value
-    if not said:
+    given = [key for key in part if key in named and part[key] is not None]
+    if not given:
         return payload
     if payload is None:
         raise InvalidPrompt(
             "a video part without a video says how it is sampled; say so in videos=[Video(...)]"
         )
     video = payload if isinstance(payload, Video) else Video(payload)
-    return replace(video, **said)
+    return replace(video, **{_VIDEO_OPTIONS[key]: part[key] for key in given})
 
 
 def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]]:
@@ -391,12 +381,12 @@ def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    turns = list(map(_with_plain_parts, prompt))
+    turns = [{**turn, "content": turn.get("content") or ""} for turn in prompt]
     placed = _types_of_parts(turns)
     missing: list[Any] = []
     for kind, count in zip(KINDS, counts, strict=False):
-        for _ in range(count - placed[kind.marker]):
-            missing.append({"type": kind.marker})
+        marker = {"type": kind.marker}
+        missing += [marker] * (count - placed[kind.marker])
     if not missing:
         return turns
     last = _last_of_user(turns)
@@ -408,20 +398,11 @@ def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]
     return turns
 
 
-def _with_plain_parts(message: Message) -> dict[str, Any]:
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = list(map(_plain, content))
-    return {**message, "content": content}
-
-
 def _types_of_parts(turns: Sequence[dict[str, Any]]) -> Counter[str]:
     """Count the parts of each type."""
     found = Counter[str]()
     for turn in turns:
-        content = turn["content"]
-        parts = content if isinstance(content, list) else []
-        found.update(part["type"] for part in parts)
+        found.update(part["type"] for part in _parts_of(turn["content"]))
     return found
 
 
@@ -438,14 +419,6 @@ def in_text(turn: Mapping[str, Any], image_mark: str) -> dict[str, Any]:
     if not isinstance(content, list):
         return dict(turn)
     written = ""
-    for part in map(_plain, content):
-        written += part["text"] if part["type"] == "text" else image_mark
+    for part in content:
+        written += part.get("text", image_mark)
     return {**turn, "content": written}
-
-
-def _plain(part: Any) -> dict[str, Any]:
-    if isinstance(part, str):
-        return _text_part(part)
-    if _type_of(part) in ("input_text", "output_text"):
-        return _text_part(part.get("text", ""))
-    return dict(part)

@@ -13,9 +13,7 @@ from vlm_batch.errors import (
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
-    InvalidRequest,
     InvalidVideo,
-    describe,
 )
 from vlm_batch.inputs.audio import check_seconds
 from vlm_batch.inputs.chats import Track, has_sound, split_messages
@@ -38,6 +36,7 @@ from vlm_batch.inputs.limits import (
 from vlm_batch.inputs.media import KINDS
 from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.question import CHARACTERS_PER_TOKEN, Question
+from vlm_batch.inputs.refusals import exceeds, refused_as
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
@@ -186,34 +185,29 @@ class Checker:
         return {"prompt": self._rendered(request, turns, list(map(len, media)))}
 
     def _check_fit(self, inputs: Mapping[str, Any]) -> None:
-        try:
+        # the family's arithmetic on shapes and types that it does not know
+        with refused_as(
+            InvalidPrompt, "inputs= are not what the model's processor makes"
+        ):
             self._facts.check_inputs(inputs)
-        except InvalidRequest:
-            raise
-        except Exception as error:
-            # the family's arithmetic on shapes and types that it does not know
-            raise InvalidPrompt(
-                f"inputs= are not what the model's processor makes: {describe(error)}"
-            ) from error
 
     def _rendered(
         self, request: Request, turns: list[Message], counts: Sequence[int]
     ) -> str:
         """Return the text that the processor gets; ``counts`` count media by ``KINDS``."""
         options = request.template
-        asked: str | list[Message] = turns if request.prompt is None else request.prompt
-        noun = "prompt" if isinstance(asked, str) else "chat"
+        asked: str | list[Message] = turns
+        noun = "chat"
+        if request.prompt is not None:
+            asked, noun = request.prompt, "prompt"
         texts = list(texts_of(asked))
         for text in texts:
             check_text(text)
-        if options is None and not isinstance(asked, str):
-            raise InvalidPrompt("template is None; messages need the chat template")
         said = f"the {noun} has {{}} characters"
         self._check_length(sum(map(len, texts)), CHARACTERS_PER_TOKEN, said)
         if options is None:
-            assert isinstance(asked, str)
-            self._check_final(asked, counts)
-            return asked
+            self._check_final(str(asked), counts)
+            return str(asked)
         if options.escape_special_tokens:
             asked, options = self._reserved.escaped(asked), self._escaped(options)
         self._reserved.check(asked, options.arguments)
@@ -225,7 +219,7 @@ class Checker:
             raise InvalidPrompt("the prompt is empty")
         for kind, given in zip(KINDS, counts, strict=True):
             room = self._processing.count_placeholders(prompt, kind.marker)
-            if room is not None and room != given:
+            if room not in (None, given):
                 raise InvalidPrompt(
                     f"the rendered prompt has {room} {kind.noun} placeholders for {given} {kind.noun}s"
                 )
@@ -247,12 +241,12 @@ class Checker:
         limit, own = self._limits.max_pixels, self._processing.pixels
         asked_least = _or_else(request.min_pixels, self._limits.min_pixels)
         asked_most = _or_else(request.max_pixels, limit)
-        if asked_least is None and asked_most is None:
+        if (asked_least, asked_most) == (None, None):
             return None
         if own is None:
             raise self._without_bounds()
         most = _or_else(asked_most, own.most)
-        if limit is not None and most > limit:
+        if exceeds(most, limit):
             raise InvalidImage(f"max_pixels is {most:,}; the batcher's is {limit:,}")
         least = _or_else(asked_least, own.least)
         # a most is a bound, and makes no picture larger; a least above the model's asks for it

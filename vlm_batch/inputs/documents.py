@@ -19,6 +19,7 @@ from vlm_batch.inputs.images import (
     opened,
     page_numbers,
 )
+from vlm_batch.inputs.refusals import refused_as
 
 DEFAULT_DPI = 150
 PDF_SUFFIXES = (".pdf",)
@@ -110,22 +111,17 @@ def _forget_error(pdfium: Any) -> None:
 
 
 def _count_pdf_pages(path: str) -> int:
-    try:
-        with _opened_pdf(path) as document:
-            count = len(document)
-    except InvalidImage:
-        raise
-    except Exception as error:
-        # damaged, encrypted, missing: the library has errors of its own
-        raise InvalidImage(
-            f"{path} cannot be read as a PDF: {_said(str(error))}"
-        ) from error
+    what = f"{path} cannot be read as a PDF"
+    # damaged, encrypted, missing: the library has errors of its own
+    with refused_as(InvalidImage, what, _said), _opened_pdf(path) as document:
+        count = len(document)
     if not count:
-        raise InvalidImage(f"{path} cannot be read as a PDF: {_NO_PAGES}")
+        raise InvalidImage(f"{what}: {_NO_PAGES}")
     return count
 
 
-def _said(message: str) -> str:
+def _said(error: BaseException) -> str:
+    message = str(error)
     if "password" in message.lower():
         return f"{message} It opens with a password alone; save a copy without one"
     # what PDFium says of a document without pages (``_forget_error``); the library itself looks for missing files
@@ -141,7 +137,7 @@ def _render(path: str, number: int, dpi: int, longest: int | None) -> Image.Imag
         if longest is not None:
             scale = longest / max(1, *page.get_size())
         width, height = (round(side * scale) for side in page.get_size())
-        if width < 1 or height < 1:
+        if min(width, height) < 1:
             raise InvalidImage(
                 f"it has no area ({width} x {height} pixels at {dpi} dots an inch)"
             )

@@ -82,14 +82,14 @@ class Download:
         except Exception as error:
             # of sockets, TLS, HTTP, URLs and codecs: every library has its own
             self._cancelled.check()
-            late = time.monotonic() >= self._deadline
-            why = (
-                f"it took longer than {self._policy.seconds:g} s"
-                if late
-                else said(error)
-            )
+            why, setting = said(error), ""
+            if time.monotonic() >= self._deadline:
+                why, setting = (
+                    f"it took longer than {self._policy.seconds:g} s",
+                    "seconds",
+                )
             raise Unreadable(
-                f"{self.name} cannot be fetched: {why}", "seconds" if late else ""
+                f"{self.name} cannot be fetched: {why}", setting
             ) from error
         finally:
             timer.cancel()

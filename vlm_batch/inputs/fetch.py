@@ -87,6 +87,12 @@ class Cancelled:
             self.forget(call)
 
 
+#: The flag of what nobody cancels.
+NEVER = Cancelled()
+#: What may be read where nobody says.
+USUAL = FetchPolicy()
+
+
 @dataclass(frozen=True)
 class Fetched:
     """A source that was read, with its name for messages."""
@@ -147,23 +153,21 @@ def is_address(source: Any) -> bool:
 
 
 def fetch(
-    source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None = None
+    source: str | Path, policy: FetchPolicy, cancelled: Cancelled = NEVER
 ) -> Fetched:
     """Read a source into memory. Raises Unreadable or OperationCancelled."""
-    cancelled = cancelled or Cancelled()
     buffer = io.BytesIO()
     _read_into(source, policy, cancelled, buffer.write)
     return Fetched(shown(source), buffer.getvalue())
 
 
 def fetch_to_file(
-    source: str | Path, policy: FetchPolicy, cancelled: Cancelled | None = None
+    source: str | Path, policy: FetchPolicy, cancelled: Cancelled = NEVER
 ) -> Fetched:
     """Return a video's file, temporary unless local.
 
     A local file's first byte is read, to notice a hanging drive.
     """
-    cancelled = cancelled or Cancelled()
     if not is_address(source):
         path = local_path(source, policy)
         with _opened(path, shown(source)) as file:

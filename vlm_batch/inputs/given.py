@@ -17,10 +17,10 @@ from vlm_batch.errors import (
     InvalidImage,
     InvalidPrompt,
     InvalidRequest,
-    describe,
     shown,
 )
 from vlm_batch.inputs.images import names_picture, picture_suffixes
+from vlm_batch.inputs.refusals import refused_as
 from vlm_batch.inputs.template import refuse
 from vlm_batch.store.prompt import PromptCache
 from vlm_batch.types import ImageInput, Request
@@ -83,8 +83,10 @@ def _only_text(images: Sequence[ImageInput]) -> str | None:
 
 
 def check_template(request: Request) -> None:
-    """Refuse a chat template's arguments where the prompt needs none."""
+    """Refuse a chat template's arguments where the prompt needs none, and messages without a template."""
     if request.template is None:
+        if request.messages is not None:
+            raise InvalidPrompt("template is None; messages need the chat template")
         return
     if request.inputs is not None or request.token_ids is not None:
         refuse(
@@ -173,10 +175,8 @@ def checked_inputs(inputs: Mapping[str, Any], has_media: bool) -> dict[str, Any]
         )
     if "input_ids" not in inputs:
         raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
-    try:
+    with refused_as(InvalidPrompt, "inputs= cannot be copied"):
         arrays = copy.deepcopy(as_numpy(inputs))
-    except Exception as error:
-        raise InvalidPrompt(f"inputs= cannot be copied: {describe(error)}") from error
     for name, value in arrays.items():
         _check_is_numbers(name, value)
     _check_input_ids(arrays["input_ids"])
@@ -195,13 +195,11 @@ def _check_input_ids(ids: Any) -> None:
         raise InvalidPrompt(
             f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}"
         )
-    shape = tuple(ids.shape)
-    if len(shape) != 2 or shape[0] != 1 or not shape[1]:
+    if ids.shape != (1, max(1, ids.size)):
         raise InvalidPrompt(
-            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {shape}"
+            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {ids.shape}"
         )
     if ids.dtype.kind not in "iu":
         raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")
-    least, most = ids.min(), ids.max()
-    if least < -(2**31) or most >= 2**31:  # MLX would cut them to 32 bits
+    if (ids.astype(np.int32) != ids).any():  # MLX would cut them, too
         raise InvalidPrompt("inputs= has input_ids beyond 32 bits")

@@ -288,11 +288,10 @@ class Forms:
             raise InvalidParameters(
                 f"{params.form}: this model's tokenizer is not one that forms can be compiled for"
             )
-        assert params.form is not None
         text = _sized_grammar(params)
         with self._lock:
             said = self._checked.get(text)
-            found = self._compiled.get((params.form, text))
+            found = self._compiled.get((str(params.form), text))
         if said is None:
             said = _validated(text)
             with self._lock:
@@ -309,16 +308,12 @@ class Forms:
 
         If that request is cancelled, all waiting ones get OperationCancelled and may ask again.
         """
-        name = params.form
-        assert name is not None
-        key = (name, _grammar(params))
+        key = (str(params.form), _grammar(params))
         with self._lock:
             found = self._compiled.get(key)
             if found is not None:
                 self._compiled.move_to_end(key)
-        if found is None or (
-            found.done() and isinstance(found.exception(), OperationCancelled)
-        ):
+        if found is None:
             pool = self._compiling_large if len(key[1]) >= LARGE else self._compiling
             found = pool.submit(partial(self._compile, *key), cancelled, client=client)
             with self._lock:
@@ -327,7 +322,7 @@ class Forms:
         return found
 
     def _without_callbacks(self, key: tuple[str, str], found: Future[Form]) -> None:
-        """Replace a finished future by one without callbacks."""
+        """Replace a finished future by one without callbacks; forget one that was cancelled."""
         kept: Future[Form] = Future()
         error = found.exception()
         if error is None:
@@ -337,8 +332,10 @@ class Forms:
         with self._lock:
             if self._compiled.get(key) is not found:
                 return
-            self._compiled[key] = kept
-            self._forget_oldest(key)
+            del self._compiled[key]
+            if not isinstance(error, OperationCancelled):
+                self._compiled[key] = kept
+                self._forget_oldest(key)
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
         """Drop compiled forms from the oldest on, until the rest took few enough seconds; keep the newest."""
@@ -382,7 +379,6 @@ def _limits(text: str) -> LLParserLimits:
 
 
 def _sized_grammar(params: SamplingParams) -> str:
-    check_regexes("regex", [params.regex or ""])
     text = _grammar(params)
     if len(text) > MOST_CHARACTERS:
         raise InvalidParameters(
@@ -392,14 +388,8 @@ def _sized_grammar(params: SamplingParams) -> str:
 
 
 def _grammar(params: SamplingParams) -> str:
-    makers: dict[str, Callable[[], str]] = {
-        "json_schema": partial(_of_schema, params.json_schema),
-        "regex": lambda: LLMatcher.grammar_from_regex(params.regex or ""),
-        "grammar": partial(_of_lark, params.grammar or ""),
-        "choice": lambda: LLMatcher.grammar_from_lark(_of_choice(params.choice or ())),
-    }
-    assert params.form is not None
-    return makers[params.form]()
+    name = str(params.form)
+    return _MAKERS[name](getattr(params, name))
 
 
 def _of_schema(schema: Any) -> str:
@@ -407,6 +397,11 @@ def _of_schema(schema: Any) -> str:
         return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
     except ValueError as error:
         raise InvalidParameters(f"json_schema: {_said(str(error))}") from error
+
+
+def _of_regex(pattern: str) -> str:
+    check_regexes("regex", [pattern])
+    return LLMatcher.grammar_from_regex(pattern)
 
 
 def _of_lark(text: str) -> str:
@@ -423,10 +418,18 @@ def _of_lark(text: str) -> str:
 
 
 def _of_choice(texts: Sequence[str]) -> str:
-    """Return one lexeme: llguidance follows at most 2,000 alternatives of a rule."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(
-        json.dumps(text, ensure_ascii=False) for text in texts
-    )
+    """Make them one lexeme: llguidance follows at most 2,000 alternatives of a rule."""
+    either = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {either}")
+
+
+#: What makes a form's grammar, as llguidance reads it, of its value.
+_MAKERS: dict[str, Callable[[Any], str]] = {
+    "json_schema": _of_schema,
+    "regex": _of_regex,
+    "grammar": _of_lark,
+    "choice": _of_choice,
+}
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:

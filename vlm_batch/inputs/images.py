@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
@@ -22,14 +22,16 @@ from vlm_batch.checks import is_table
 from vlm_batch.errors import InvalidImage, InvalidVideo
 from vlm_batch.inputs import heif
 from vlm_batch.inputs.fetch import (
+    NEVER,
+    USUAL,
     Cancelled,
     Fetched,
     RecalledUri,
-    Unreadable,
     fetch,
     is_address,
     name_medium,
 )
+from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
 from vlm_batch.types import FetchPolicy, ImageInput
 
 #: Pillow's own limit against decompression bombs (a quarter of a gigabyte of RGB).
@@ -89,8 +91,8 @@ _LIMIT_LOCK = threading.Lock()
 def load_image(
     source: ImageInput,
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
-    policy: FetchPolicy | None = None,
-    cancelled: Cancelled | None = None,
+    policy: FetchPolicy = USUAL,
+    cancelled: Cancelled = NEVER,
 ) -> Image.Image:
     """Read one picture, or an animation's first frame, as RGB, upright (EXIF orientation).
 
@@ -101,15 +103,16 @@ def load_image(
     elif isinstance(
         source, (str, Path, bytes, bytearray, memoryview, BytesIO, Fetched, RecalledUri)
     ):
-        image = _open(source, max_pixels, policy or FetchPolicy(), cancelled)
+        image = _open(source, max_pixels, policy, cancelled)
     else:
         image = _from_array(source)
     name = describe_source(source)
     width, height = image.size
-    if width == 0 or height == 0:
+    if 0 in image.size:
         raise InvalidImage(f"{name} has no pixels ({width} x {height})")
     check_size(name, width, height, max_pixels)
-    try:
+    # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+    with refused_as(InvalidImage, f"{name} cannot be decoded", _said):
         if image is source:
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
@@ -118,11 +121,6 @@ def load_image(
         # a copy less of what may be a quarter of a gigabyte
         ImageOps.exif_transpose(image, in_place=True)
         return _to_rgb(image)
-    except InvalidImage:
-        raise
-    except Exception as error:
-        # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise InvalidImage(f"{name} cannot be decoded: {_said(error)}") from error
 
 
 def check_size(
@@ -132,7 +130,7 @@ def check_size(
     max_pixels: int | None,
     kind: type[InvalidImage] | type[InvalidVideo] = InvalidImage,
 ) -> None:
-    if max_pixels is not None and width * height > max_pixels:
+    if exceeds(width * height, max_pixels):
         raise kind(
             f"{name} has {width} x {height} = {width * height:,} pixels; at most {max_pixels:,} are read",
             advice=" (Limits.image_pixels)",
@@ -191,34 +189,17 @@ def own_image(source: ImageInput) -> ImageInput:
     Undecoded PIL images become their files' bytes, so that thousands can wait. Foreign code's SystemExit becomes
     InvalidImage.
     """
-    if isinstance(source, (str, Path, bytes, Fetched)):
-        return source
-    if isinstance(source, BytesIO):
-        return source.getvalue()
-    if isinstance(source, (bytearray, memoryview)):
-        return bytes(source)
-    is_file = isinstance(source, io.IOBase) and not isinstance(source, io.TextIOBase)
-    if not is_file and not isinstance(source, Image.Image):
-        return _own_array(source)
-    try:
-        if is_file:
-            return bytes(source.read())
-        return _own_pillow(source)
-    except BaseException as error:
-        pass_on_ctrl_c(error)
-        raise InvalidImage(
-            f"{describe_source(source)} cannot be decoded: {_said(error)}"
-        ) from error
+    own = next(own for kinds, own in _OWN if isinstance(source, kinds))
+    with refused_as(
+        InvalidImage, f"{describe_source(source)} cannot be decoded", _said
+    ):
+        return own(source)
 
 
 def _own_array(source: Any) -> np.ndarray:
-    try:
+    name = describe_source(source)
+    with refused_as(InvalidImage, f"{name} is no path, bytes, PIL image or array"):
         array = np.array(source)
-    except BaseException as error:
-        pass_on_ctrl_c(error)
-        raise InvalidImage(
-            f"{describe_source(source)} is no path, bytes, PIL image or array ({type(error).__name__}: {_said(error)})"
-        ) from error
     are_numbers = array.ndim > 0 and array.dtype.kind not in "USO"
     if are_numbers and not is_table(source):
         return array
@@ -228,15 +209,8 @@ def _own_array(source: Any) -> np.ndarray:
     elif array.ndim == 1:
         hint = "; several pictures go in a list, images=[first, second]"
     raise InvalidImage(
-        f"{describe_source(source)} is no path, URL, bytes, PIL image or array of numbers{hint}"
+        f"{name} is no path, URL, bytes, PIL image or array of numbers{hint}"
     )
-
-
-def pass_on_ctrl_c(error: BaseException) -> None:
-    """Raise the main thread's KeyboardInterrupt again."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and isinstance(error, KeyboardInterrupt):
-        raise error
 
 
 #: Two threads may submit one PIL image at once, and Pillow's files have one position.
@@ -254,6 +228,26 @@ def _own_pillow(image: Image.Image) -> ImageInput:
         copy = image.copy()
         copy.info = dict(image.info)
         return copy
+
+
+def _unchanged(source: ImageInput) -> ImageInput:
+    return source
+
+
+def _own_file(file: io.IOBase) -> bytes:
+    return bytes(file.read())  # type: ignore[attr-defined]
+
+
+#: How a picture is copied, by its type; the first that fits. Text files are refused as arrays.
+_OWN: tuple[tuple[Any, Callable[[Any], ImageInput]], ...] = (
+    ((str, Path, bytes, Fetched), _unchanged),
+    (BytesIO, BytesIO.getvalue),
+    ((bytearray, memoryview), bytes),
+    (io.TextIOBase, _own_array),
+    (io.IOBase, _own_file),
+    (Image.Image, _own_pillow),
+    (object, _own_array),
+)
 
 
 def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
@@ -307,24 +301,22 @@ def _count_in_file(data: bytes) -> int:
 
 
 def fetch_image(
-    source: ImageInput, policy: FetchPolicy, cancelled: Cancelled | None = None
+    source: ImageInput, policy: FetchPolicy, cancelled: Cancelled = NEVER
 ) -> ImageInput:
     """Read a path or URL into memory."""
     if isinstance(source, RecalledUri):
         source = source.uri
     if not isinstance(source, (str, Path)):
         return source
-    try:
+    with unread_as(InvalidImage):
         return fetch(source, policy, cancelled)
-    except Unreadable as error:
-        raise InvalidImage(error.reason, advice=error.advice) from error
 
 
 def _open(
     source: Any,
     max_pixels: int | None,
     policy: FetchPolicy,
-    cancelled: Cancelled | None,
+    cancelled: Cancelled,
 ) -> Image.Image:
     name = describe_source(source)
     source = fetch_image(source, policy, cancelled)
@@ -337,12 +329,11 @@ def _open(
     if data.startswith(ICON):
         for width, height in _icon_sizes(data):
             check_size(name, width, height, max_pixels)
-    try:
-        return opened(file)
-    except Image.UnidentifiedImageError as error:
-        raise InvalidImage(f"{name} is {_what_it_is(data)}") from error
-    except Exception as error:
-        raise InvalidImage(f"{name} cannot be opened: {_said(error)}") from error
+    with refused_as(InvalidImage, f"{name} cannot be opened", _said):
+        try:
+            return opened(file)
+        except Image.UnidentifiedImageError as error:
+            raise InvalidImage(f"{name} is {_what_it_is(data)}") from error
 
 
 def _what_it_is(data: bytes) -> str:
@@ -425,12 +416,9 @@ def _said(error: BaseException) -> str:
 
 def _from_array(source: Any) -> Image.Image:
     """Convert (H, W), (H, W, 3) or (H, W, 4) of uint8, floats in 0..1, or booleans (true is white)."""
-    try:
+    name = describe_source(source)
+    with refused_as(InvalidImage, f"{name} is no path, bytes, PIL image or array"):
         array = np.asarray(source)
-    except Exception as error:
-        raise InvalidImage(
-            f"{describe_source(source)} is no path, bytes, PIL image or array"
-        ) from error
     channels = array.shape[2:]
     is_picture = array.ndim in (2, 3) and channels in ((), (3,), (4,))
     if not is_picture or array.dtype.kind not in "buif":

@@ -8,6 +8,7 @@ from vlm_batch.checks import seconds_option, set_pixel_bounds, whole_option
 from vlm_batch.errors import InvalidAudio, InvalidImage, PromptTooLong
 from vlm_batch.inputs.audio import DEFAULT_MAX_SECONDS
 from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
+from vlm_batch.inputs.refusals import exceeds
 from vlm_batch.inputs.videos import DEFAULT_MAX_VIDEO_PIXELS
 
 #: Most pictures and frames of one request. A model's processor makes 0.1 megapixels and more of the smallest.
@@ -62,10 +63,14 @@ class Limits:
             object.__setattr__(self, "audio_seconds", seconds)
 
 
+#: Bounds where nobody says.
+LIMITS = Limits()
+
+
 def check_pixels(limits: Limits, num_pixels: int) -> None:
     """Refuse more pixels of all pictures and frames than are read."""
     most = limits.request_pixels
-    if most is not None and num_pixels > most:
+    if exceeds(num_pixels, most):
         raise InvalidImage(
             f"the request's pictures and frames have {num_pixels:,} pixels together; at most {most:,} are read",
             advice=" (Limits.request_pixels)",
@@ -75,7 +80,7 @@ def check_pixels(limits: Limits, num_pixels: int) -> None:
 def check_num_pictures(limits: Limits, num_pictures: int) -> None:
     """Refuse more pictures and frames than are read."""
     most = limits.request_pictures
-    if most is not None and num_pictures > most:
+    if exceeds(num_pictures, most):
         raise InvalidImage(
             f"the request has {num_pictures:,} pictures and frames; at most {most:,} are read",
             advice=" (Limits.request_pictures)",
@@ -102,13 +107,13 @@ def check_enlarged(limits: Limits, least: int, count: int) -> None:
         count: number of pictures.
     """
     most = limits.image_pixels
-    if most is not None and least > most:
+    if exceeds(least, most):
         raise InvalidImage(
             f"min_pixels is {least:,}; a picture may have {most:,}",
             advice=" (Limits.image_pixels)",
         )
     most = limits.request_pixels
-    if most is not None and least * count > most:
+    if exceeds(least * count, most):
         raise InvalidImage(
             f"min_pixels is {least:,}, which {count:,} pictures make {least * count:,} pixels together; "
             f"at most {most:,} are read",

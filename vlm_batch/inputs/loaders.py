@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,6 +94,14 @@ class Loading:
         """Interrupt downloads; stop processing at its next check."""
         self.end(OperationCancelled())
 
+    @contextmanager
+    def ending_with_error(self) -> Iterator[None]:
+        """End with what the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+
     # Called by Loaders
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -148,14 +157,13 @@ class Loaders:
         prepare: Callable[[Question, Cancelled], Prepared],
         compiled: Callable[[Question, Cancelled], Future[Form]] | None = None,
         *,
-        num_threads: int | None = None,
+        num_threads: int = NUM_LOADERS,
     ) -> None:
         self._prepare = prepare
         self._compiled = compiled
-        num_loaders = NUM_LOADERS if num_threads is None else num_threads
         # who comes beside a busy client finds a thread
         pool = partial(
-            Pool, num_loaders + 1, is_awaited=True, most_of_client=num_loaders
+            Pool, num_threads + 1, is_awaited=True, most_of_client=num_threads
         )
         self._work = pool("vlm-batch-loader")
         self._large_work = pool("vlm-batch-large-picture")
@@ -177,7 +185,7 @@ class Loaders:
         self._open.add(loading)
         loading.when_done(partial(self._open.discard, loading))
         policy, unread = question.fetch, dict(loading.unread)
-        try:
+        with loading.ending_with_error():
             for at, lane in unread.items():
                 medium = question.media[at]
                 reading = self._reads[lane].submit(
@@ -188,8 +196,6 @@ class Loaders:
                     client=question.client,
                 )
                 reading.add_done_callback(partial(self._was_read, loading, at))
-        except BaseException as error:
-            loading.end(error)
         if not unread and when_read is None:
             self.process(loading)
         return loading
@@ -197,7 +203,7 @@ class Loaders:
     def process(self, loading: Loading) -> None:
         """Start to process a question that was read, once its form is compiled."""
         question = loading.question
-        try:
+        with loading.ending_with_error():
             is_compiled = question.params.form is None or question.form is not None
             if not is_compiled and self._compiled is not None:
                 compiling = self._compiled(question, loading.cancelled)
@@ -211,8 +217,6 @@ class Loaders:
             working.add_done_callback(
                 lambda done: loading.end(done.exception() or done.result())
             )
-        except BaseException as error:
-            loading.end(error)
 
     def _pool_for(self, question: Question) -> Pool:
         if question.takes_long:
@@ -222,16 +226,13 @@ class Loaders:
         return self._work
 
     def _was_compiled(self, loading: Loading, compiling: Future[Form]) -> None:
-        try:
-            loading.question = replace(loading.question, form=compiling.result())
-        except OperationCancelled:
-            if loading.done():
-                # else another's request for the same form was cancelled: this one asks again
-                return
-        except BaseException as error:
-            loading.end(error)
-            return
-        self.process(loading)
+        with loading.ending_with_error():
+            # else another's request for the same form was cancelled: this one asks again
+            with suppress(OperationCancelled):
+                form = compiling.result()
+                loading.question = replace(loading.question, form=form)
+            if not loading.done():
+                self.process(loading)
 
     def _prepared(self, loading: Loading) -> Prepared:
         # No function within another: an error's traceback would hold its closure, and with it the loading.
@@ -253,9 +254,7 @@ class Loaders:
             pool.join(max(0.0, end - time.monotonic()))
 
     def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
-        try:
+        # also of what comes next: a future's callback tells nobody
+        with loading.ending_with_error():
             if loading.put(at, reading.result()):
                 (loading.when_read or partial(self.process, loading))()
-        except BaseException as error:
-            # also of what comes next: a future's callback tells nobody
-            loading.end(error)

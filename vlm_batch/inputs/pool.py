@@ -179,8 +179,6 @@ class Pool:
 
     def _next(self) -> _Job | None:
         """Return the call whose turn it is, unless those that wait are of clients that have their part."""
-        if len(self._waiting) == 1 and self._most_of_client >= self._num_threads:
-            return self._waiting[0]
         most = self._most_of_client
         allowed = [one for one in self._waiting if self._running_of(one.client) < most]
         return min(allowed, key=self._turn_of, default=None)

@@ -23,15 +23,16 @@ from vlm_batch.inputs.audio import (
 )
 from vlm_batch.inputs.checking import Checker, ModelFacts
 from vlm_batch.inputs.copied import naming_the_picture
-from vlm_batch.inputs.fetch import Cancelled
+from vlm_batch.inputs.fetch import NEVER, USUAL, Cancelled
 from vlm_batch.inputs.grammar import Form, Forms
 from vlm_batch.inputs.images import load_image
-from vlm_batch.inputs.limits import Limits, check_num_pictures
+from vlm_batch.inputs.limits import LIMITS, Limits, check_num_pictures
 from vlm_batch.inputs.options import tokens_of_options
 from vlm_batch.inputs.processing import ESCAPE, Processing, ProcessorPool
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.inputs.question import Prepared, Question
 from vlm_batch.inputs.recalled import recalled_picture
+from vlm_batch.inputs.refusals import exceeds
 from vlm_batch.inputs.reserved import ReservedWords
 from vlm_batch.inputs.videos import Clip, load_video
 from vlm_batch.records import OptionTokens
@@ -57,16 +58,16 @@ class Preparer:
         check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
         max_context: int | None = None,
         num_logits: int | None = None,
-        limits: Limits | None = None,
-        fetch: FetchPolicy | None = None,
+        limits: Limits = LIMITS,
+        fetch: FetchPolicy = USUAL,
         pictures: PictureStore | None = None,
     ) -> None:
         self.processing = processing
         self.spec = spec
         self.max_context = max_context
         self._pictures = pictures
-        self._limits = limits or Limits()
-        self._fetch = fetch or FetchPolicy()
+        self._limits = limits
+        self._fetch = fetch
         self._image_token_ids = image_token_ids
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
         self._reserved = ReservedWords(processing, image_token_ids)
@@ -116,13 +117,11 @@ class Preparer:
     # On a loader's thread
     # -----------------------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self, question: Question, cancelled: Cancelled | None = None
-    ) -> Prepared:
+    def prepare(self, question: Question, cancelled: Cancelled = NEVER) -> Prepared:
         """Read media and run the processor. Raises InvalidRequest or OperationCancelled."""
         self._checker.check_size(question)
         try:
-            return self._decoded(question, cancelled or Cancelled())
+            return self._decoded(question, cancelled)
         finally:
             if question.has_many_pixels:
                 trim()
@@ -195,11 +194,11 @@ class Preparer:
 
     def _decoded_sounds(self, question: Question, cancelled: Cancelled) -> list[Sound]:
         sounds = []
-        recordings = iter(question.audios)
+        own = iter(question.audios)
         for at in question.tracks:
             cancelled.check()
-            source = None if at is None else question.videos[at].source
-            audio = next(recordings) if source is None else Audio(source)
+            # a recording of its own, or a video's
+            audio = next(own) if at is None else Audio(question.videos[at].source)
             sounds.append(replace(self._sound(audio, cancelled), video=at))
         seconds = sum(sound.seconds for sound in sounds)
         check_seconds(seconds, self._limits.audio_seconds, "the request's recordings")
@@ -223,7 +222,7 @@ class Preparer:
             cancelled,
         )
         most = self.spec.audio_seconds
-        if most is not None and sound.seconds > most:
+        if exceeds(sound.seconds, most):
             raise InvalidAudio(
                 f"{describe_audio(audio)} has {sound.seconds:,.1f} s; {self.spec.family} hears {most:g} s of a recording: "
                 "cut it into several"

@@ -183,17 +183,12 @@ class Processing:
 
     @property
     def _image_mark(self) -> str:
-        mark = _text_of("image_token", self.processor, self.tokenizer)
-        if mark is None:
-            return "<image>"
-        return mark
+        return _text_of("image_token", self.processor, self.tokenizer) or "<image>"
 
     def count_placeholders(self, rendered: str, kind: str = "image") -> int | None:
         """Count placeholders of ``kind`` ("image", "video", "audio"); None if the processor names none."""
-        name = f"{kind}_token"
-        named = [getattr(one, name, None) for one in (self.processor, self.tokenizer)]
-        token = next(filter(None, named), None)
-        return rendered.count(token) if isinstance(token, str) else None
+        token = _text_of(f"{kind}_token", self.processor, self.tokenizer)
+        return None if token is None else rendered.count(token)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return a text without special tokens."""
@@ -399,7 +394,7 @@ class Processing:
     ) -> dict[str, Any]:
         """Return model inputs for ids with all placeholders."""
         ids = mx.array([list(token_ids)], dtype=mx.int32)
-        if not images and not clips and not sounds:
+        if not any((images, clips, sounds)):
             return {"input_ids": ids}
         found = self.inputs(
             self.render("?", len(images), len(clips), len(sounds)),
@@ -570,4 +565,4 @@ def _metadata(clip: Clip) -> VideoMetadata:
 
 
 def _count(ids: mx.array, wanted: frozenset[int]) -> int:
-    return sum(token in wanted for token in np.array(ids).reshape(-1).tolist())
+    return int(np.isin(np.array(ids), list(wanted)).sum())

@@ -319,7 +319,7 @@ class PlaceholderRuns:
         self._ids = {word: apart[word] for word in known}
         runs = [f"(?:{re.escape(word)})+" for word in self._ids]
         self._pattern = re.compile("|".join(runs) or "(?!)")
-        self._longest = max(map(len, self._ids), default=0)
+        self._longest = max(map(len, self._ids), default=1)
 
     def call(
         self, method: Callable[..., Any], text: Any, options: dict[str, Any]
@@ -330,7 +330,7 @@ class PlaceholderRuns:
             return None
         runs = list(map(re.Match.group, self._pattern.finditer(only)))
         num_characters = sum(map(len, runs))
-        if not runs or num_characters < _MANY * self._longest:
+        if num_characters < _MANY * self._longest:
             return None
         short = self._pattern.sub(self._shortened, only)
         found = method([short], **{**options, "return_tensors": None})
@@ -358,10 +358,10 @@ class PlaceholderRuns:
     def _shortened(self, run: re.Match[str]) -> str:
         return self._word_of(run.group())
 
-    def _may_shorten(self, options: dict[str, Any]) -> bool:
-        if not self._ids or not options.keys() <= _PLAIN_OPTIONS:
-            return False
-        return options.get("padding") in (None, False, True)
+    @staticmethod
+    def _may_shorten(options: dict[str, Any]) -> bool:
+        is_plain = options.keys() <= _PLAIN_OPTIONS
+        return is_plain and options.get("padding") in (None, False, True)
 
     def _word_of(self, run: str) -> str:
         """Return the placeholder that a run repeats."""

@@ -130,11 +130,7 @@ class ChatTemplate:
         given = getattr(self.owner, "chat_template", None)
         if isinstance(given, str):
             return {"default": given}
-        sources = {}
-        for name, text in (given or {}).items():
-            if isinstance(text, str):
-                sources[str(name)] = text
-        return sources
+        return dict(given or {})
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -192,13 +188,12 @@ class ChatTemplate:
         continues = options.continue_final_message
         if continues:
             arguments["continue_final_message"] = True
-        found = self.owner.apply_chat_template(
+        found: str = self.owner.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=options.add_generation_prompt and not continues,
             **arguments,
         )
-        assert isinstance(found, str)
         return found
 
     def takes(self, turns: str | Sequence[Mapping[str, Any]], num_images: int) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import SEEK_END, BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from vlm_batch.errors import InvalidAudio, describe
+from vlm_batch.errors import InvalidAudio
 from vlm_batch.inputs.fetch import Cancelled
+from vlm_batch.inputs.refusals import refused_as
 
 #: FFmpeg's names of containers, and their first bytes: an MP4 or QuickTime file's first box (ISO/IEC 14496-12), EBML's mark
 #: (mkv and webm), ADTS, whose layer is 0, and an avi's.
@@ -30,17 +33,14 @@ MAX_MISSING_SHARE = 0.05
 UNKNOWN_BYTES = 0x7FFF_0000
 
 
-def container_of(data: bytes) -> str | None:
-    """Return FFmpeg's name of a container, by its first bytes."""
+def container_of(source: bytes | Path) -> str | None:
+    """Return FFmpeg's name of a file's container, by its first bytes."""
+    with _opened(source) as file:
+        head = file.read(_HEAD)
     for name, begin in _BEGINNINGS.items():
-        if begin.match(data):
+        if begin.match(head):
             return name
     return None
-
-
-def container_at(path: Path) -> str | None:
-    with open(path, "rb") as file:
-        return container_of(file.read(_HEAD))
 
 
 @contextmanager
@@ -62,22 +62,16 @@ def opened_track(
             f"{name} is a video, an mp4 or an aac file, and PyAV, which decodes the sound in those, is not installed",
             advice=': pip install "vlm-batch[sound]"',
         ) from error
-    if isinstance(source, bytes):
-        file: BinaryIO = BytesIO(source)
-    else:
-        file = open(source, "rb")  # noqa: SIM115
-    with file:
+    with _opened(source) as file:
         if container == "avi":
             _check_size(file, name)
         if container == "mov" and count_movies(file, cancelled) > 1:
             raise InvalidAudio(
                 f"{name} is several files joined, of which FFmpeg reads the first; convert it first"
             )
-        try:
+        with refused_as(InvalidAudio, f"{name} cannot be opened"):
             # a container that is named, behind a file of ours: FFmpeg follows no playlist and opens nothing else
             opened = av.open(file, format=container, metadata_errors="ignore")
-        except Exception as error:
-            raise InvalidAudio(f"{name} cannot be opened: {describe(error)}") from error
         with opened:
             if not opened.streams.audio:
                 raise InvalidAudio(f"{name} has no sound")
@@ -95,6 +89,10 @@ def opened_track(
             announced = round(own * rate)
             check(name, announced, rate, channels)
             yield rate, announced, _samples(first, frames, name)
+
+
+def _opened(source: bytes | Path) -> BinaryIO:
+    return BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
 def count_movies(file: BinaryIO, cancelled: Cancelled) -> int:
@@ -130,26 +128,20 @@ def _frames(
 ) -> Iterator[Any]:
     """Decode a stream of a container of ``seconds``, which the last packet of any stream must reach."""
     packets, end = opened.demux(), 0.0
+    decoding = partial(refused_as, InvalidAudio, f"{name} cannot be decoded")
     while True:
         cancelled.check()
-        try:
+        with decoding():
             packet = next(packets, None)
-            frames = (
-                stream.decode(packet)
-                if packet is not None and packet.stream is stream
-                else ()
-            )
-        except Exception as error:
-            raise InvalidAudio(
-                f"{name} cannot be decoded: {describe(error)}"
-            ) from error
         if packet is None:
             break
         if packet.pts is not None:
-            end = max(
-                end, float((packet.pts + (packet.duration or 0)) * packet.time_base)
-            )
-        yield from frames
+            ticks = packet.pts + (packet.duration or 0)
+            end = max(end, float(ticks * packet.time_base))
+        if packet.stream is stream:
+            with decoding():
+                frames = stream.decode(packet)
+            yield from frames
     if seconds - end > MAX_MISSING_SHARE * seconds:
         raise InvalidAudio(
             f"{name} is damaged: its header says {seconds:,.1f} s, and it ends after {end:,.1f}"
@@ -157,16 +149,12 @@ def _frames(
 
 
 def _samples(first: Any, rest: Iterator[Any], name: str) -> Iterator[np.ndarray]:
-    frame, channels = first, len(first.layout.channels)
-    while frame is not None:
-        if (frame.sample_rate, len(frame.layout.channels)) != (
-            first.sample_rate,
-            channels,
-        ):
+    form = first.sample_rate, len(first.layout.channels)
+    for frame in chain((first,), rest):
+        if (frame.sample_rate, len(frame.layout.channels)) != form:
             raise InvalidAudio(
                 f"{name} changes its sample rate or its channels on the way; convert it first"
             )
         # (channels, n), or (1, n * channels) where they alternate
         values = frame.to_ndarray()
-        yield values.T if frame.format.is_planar else values.reshape(-1, channels)
-        frame = next(rest, None)
+        yield values.T if frame.format.is_planar else values.reshape(-1, form[1])

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlm_batch.errors import InvalidImage, InvalidVideo, describe
+from vlm_batch.errors import InvalidImage, InvalidVideo
 from vlm_batch.inputs.captures import AvCapture
 from vlm_batch.inputs.fetch import (
+    NEVER,
+    USUAL,
     Cancelled,
     Fetched,
-    Unreadable,
     fetch_to_file,
     file_of_bytes,
     name_medium,
@@ -30,9 +31,9 @@ from vlm_batch.inputs.images import (
     count_pixels,
     fetch_image,
     load_image,
-    pass_on_ctrl_c,
 )
-from vlm_batch.inputs.tracks import container_at, count_movies
+from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
+from vlm_batch.inputs.tracks import container_of, count_movies
 from vlm_batch.types import ALL_FRAMES, FetchPolicy, ImageInput, Video, VideoInput
 
 #: Most pixels of one video's frames together: 1.5 GB of RGB, or four minutes of 1080p at 1 frame a second.
@@ -76,6 +77,10 @@ class Sampling:
         if self.num_frames is not None and fps is None:
             return self.num_frames
         return max(seconds * (fps or self.fps), self.min_frames)
+
+
+#: Of a family that says nothing.
+SAMPLING = Sampling()
 
 
 @dataclass(frozen=True)
@@ -139,22 +144,18 @@ def _check_is_array(video: Video) -> None:
 
 def load_video(
     video: VideoInput,
-    sampling: Sampling | None = None,
+    sampling: Sampling = SAMPLING,
     max_pixels: int | None = DEFAULT_MAX_VIDEO_PIXELS,
     max_image_pixels: int | None = DEFAULT_MAX_PIXELS,
-    policy: FetchPolicy | None = None,
-    cancelled: Cancelled | None = None,
+    policy: FetchPolicy = USUAL,
+    cancelled: Cancelled = NEVER,
 ) -> Clip:
     """Read upright RGB frames; the video's own sampling overrides ``sampling``.
 
     ``max_pixels`` bounds all frames together. Raises InvalidVideo or OperationCancelled.
     """
-    cancelled = cancelled or Cancelled()
-    video = fetch_video(as_video(video), policy or FetchPolicy(), cancelled)
-    sampling = sampling or Sampling()
+    video = fetch_video(as_video(video), policy, cancelled)
     source = video.source
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        source = file_of_bytes(bytes(source), describe_video(video))
     if isinstance(source, Fetched):
         assert source.path is not None
         limits = max_pixels, max_image_pixels
@@ -183,13 +184,8 @@ def own_video(video: Video, own: Callable[[ImageInput], ImageInput]) -> Video:
 
 def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
     """Call a function on a source; exceptions become InvalidVideo."""
-    try:
+    with refused_as(InvalidVideo, f"{describe_video(video)} cannot be read"):
         return call(video.source)
-    except BaseException as error:
-        pass_on_ctrl_c(error)
-        raise InvalidVideo(
-            f"{describe_video(video)} cannot be read: {describe(error)}"
-        ) from error
 
 
 def _with_frames(
@@ -200,33 +196,29 @@ def _with_frames(
     """Apply ``change`` to the ``wanted`` frames, or all."""
     frames = list(video.source)
     for at in wanted or range(len(frames)):
-        try:
+        with _naming_the_frame(video, at):
             frames[at] = change(frames[at])
-        except InvalidImage as error:
-            raise InvalidVideo(
-                f"frame {at} of {describe_video(video)}: {error}"
-            ) from error
     return replace(video, source=frames)
 
 
 def is_to_be_fetched(video: Video) -> bool:
     """Whether reading the video waits for a disk or network."""
     source = video.source
-    if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
-        return any(isinstance(frame, (str, Path)) for frame in source)
-    return isinstance(source, (str, Path, bytes))
+    if isinstance(source, (str, Path, bytes)):
+        return True
+    frames = source if isinstance(source, Sequence) else ()
+    return any(isinstance(frame, (str, Path)) for frame in frames)
 
 
 def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
     """Fetch the video's file, or its frames' files."""
     source = video.source
     if isinstance(source, (str, Path)):
-        try:
+        with unread_as(InvalidVideo):
             return replace(video, source=fetch_to_file(source, policy, cancelled))
-        except Unreadable as error:
-            raise InvalidVideo(error.reason, advice=error.advice) from error
-    if isinstance(source, bytes):
-        return replace(video, source=file_of_bytes(source, describe_video(video)))
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        file = file_of_bytes(bytes(source), describe_video(video))
+        return replace(video, source=file)
     if not is_to_be_fetched(video):
         return video
     wanted = _thinned(len(source), video).tolist()
@@ -279,12 +271,17 @@ def _pictures(
 ) -> Iterator[np.ndarray]:
     for index in indices.tolist():
         cancelled.check()
-        try:
-            yield np.asarray(load_image(video.source[index], max_pixels))
-        except InvalidImage as error:
-            raise InvalidVideo(
-                f"frame {index} of {describe_video(video)}: {error}"
-            ) from error
+        with _naming_the_frame(video, index):
+            picture = load_image(video.source[index], max_pixels)
+        yield np.asarray(picture)
+
+
+@contextmanager
+def _naming_the_frame(video: Video, at: int) -> Iterator[None]:
+    try:
+        yield
+    except InvalidImage as error:
+        raise InvalidVideo(f"frame {at} of {describe_video(video)}: {error}") from error
 
 
 def _clip(
@@ -331,7 +328,7 @@ def _resized(picture: np.ndarray, width: int, height: int) -> np.ndarray:
 def _check_pixels(
     video: Video, count: int, width: int, height: int, max_pixels: int | None
 ) -> None:
-    if max_pixels is not None and count * width * height > max_pixels:
+    if exceeds(count * width * height, max_pixels):
         raise InvalidVideo(
             f"{describe_video(video)}: {count} frames of {width} x {height} are {count * width * height:,} pixels; at most "
             f"{max_pixels:,} are read. Its fps, max_frames or max_pixels can make it less",
@@ -393,7 +390,7 @@ def _check_file(path: Path, name: str) -> None:
 
 
 def _check_one_movie(path: Path, name: str, cancelled: Cancelled) -> None:
-    if container_at(path) != "mov":
+    if container_of(path) != "mov":
         return
     with open(path, "rb") as file:
         if count_movies(file, cancelled) > 1:
@@ -471,16 +468,13 @@ class _Capture:
 
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[_Capture | AvCapture]:
-    capture: _Capture | AvCapture = _Capture(path, name)
-    try:
-        if isinstance(capture, _Capture) and capture.is_av1:
-            capture.close()
-            capture = AvCapture(
-                path, name, capture.announced, capture.fps, capture.size
-            )
-        yield capture
-    finally:
-        capture.close()
+    with closing(_Capture(path, name)) as capture:
+        if not capture.is_av1:
+            yield capture
+            return
+    known = capture.announced, capture.fps, capture.size
+    with closing(AvCapture(path, name, *known)) as av1:
+        yield av1
 
 
 def _count(path: Path, name: str, cancelled: Cancelled) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import mlx.core as mx
@@ -27,13 +29,14 @@ from vlm_batch.adapters.single import SingleRow
 from vlm_batch.adapters.towers import remember_features
 from vlm_batch.caches.quantisation import KVQuantisation, settings_of
 from vlm_batch.caches.verified import check_caches
+from vlm_batch.checks import demand
 from vlm_batch.engine.drafts import NO_DRAFTS, Drafts, NoDrafts
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop, Look
 from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.text import AnswerText
-from vlm_batch.errors import UnsupportedModel, is_out_of_memory, shown
+from vlm_batch.errors import UnsupportedModel, is_out_of_memory
 from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Preparer
@@ -77,23 +80,19 @@ class EngineOptions:
     warm_up: bool = False
 
     def __post_init__(self) -> None:
-        kinds = {
-            "limits": Limits,
-            "fetch": FetchPolicy,
-            "caches": Caches,
-            "kv": KVQuantisation,
-        }
-        for name, kind in kinds.items():
+        for name, (kind, right) in _KINDS.items():
             value = vars(self)[name]
-            if not (isinstance(value, kind) or (name == "kv" and value is None)):
-                raise ValueError(
-                    f"{name} is a {type(value).__name__}; it must be a {kind.__name__}"
-                )
-        for name in ("reproducible", "warm_up"):
-            if not isinstance(vars(self)[name], bool):
-                raise ValueError(
-                    f"{name} is {shown(vars(self)[name])}; it must be True or False"
-                )
+            demand(isinstance(value, kind), ValueError, name, value, right)
+
+
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "limits": (Limits, "Limits"),
+    "fetch": (FetchPolicy, "a FetchPolicy"),
+    "caches": (Caches, "Caches"),
+    "kv": ((KVQuantisation, NoneType), "a KVQuantisation, or None"),
+    "reproducible": (bool, "True or False"),
+    "warm_up": (bool, "True or False"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,8 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     policy = replace(options.policy, max_prompt_tokens=options.limits.prompt_tokens)
     if adapter.spec.max_rows is not None:
         # Rows that cannot share a batch keep the state of their encoding on the model until they end.
-        policy = replace(
-            policy,
-            max_rows=min(
-                policy.max_rows or adapter.spec.max_rows, adapter.spec.max_rows
-            ),
-            encode_ahead=0,
-        )
+        most = min(policy.max_rows or adapter.spec.max_rows, adapter.spec.max_rows)
+        policy = replace(policy, max_rows=most, encode_ahead=0)
     shapes = None
     if options.reproducible:
         shapes = fixed_shapes(
@@ -185,10 +179,10 @@ def answer_text(processing: Processing, spec: ModelSpec) -> AnswerText:
 
 def _drafts(draft: str, adapter: Adapter) -> NoDrafts:
     """Return what an engine drafts with. Raises ValueError."""
-    if draft in ("auto", "off"):
-        if draft == "auto" and can_draft(adapter):
-            return Drafts()
+    if draft == "off":
         return NO_DRAFTS
+    if draft == "auto":
+        return Drafts() if can_draft(adapter) else NO_DRAFTS
     from vlm_batch.adapters.heads import load_heads
 
     return Drafts(load_heads(draft, adapter))
@@ -264,7 +258,8 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    wanted = mx.float32 if dtype == "auto" and on_cpu else DTYPES[dtype]
+    if on_cpu and dtype == "auto":
+        dtype = "float32"
     path = find_checkpoint(path_or_id)
     check_config(path)
     model_type = get_model_type(read_config(path))
@@ -274,7 +269,7 @@ def load_model(
     try:
         model = read_model(
             path,
-            in_float32=on_cpu and wanted is not None and wanted == mx.float32,
+            in_float32=on_cpu and dtype == "float32",
             trust_remote_code=trust_remote_code,
         )
     except UnsupportedModel as error:
@@ -293,6 +288,7 @@ def load_model(
         ) from error
     _warn_of_missing_processor(path, str(model_type))
     leave_on_disk(model)
+    wanted = DTYPES[dtype]
     if wanted is not None:
         model.set_dtype(wanted)
         mx.eval(model.parameters())

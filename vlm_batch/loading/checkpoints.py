@@ -30,6 +30,7 @@ from transformers import CONFIG_MAPPING, AutoProcessor, ProcessorMixin
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.inputs.processors import with_stops
 from vlm_batch.loading.quantised import check_decoded
+from vlm_batch.loading.recommended import json_object
 from vlm_batch.models import package_of
 from vlm_batch.models._derived import decoder_config, readable
 from vlm_batch.models._fitting import fit
@@ -92,8 +93,7 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         loaded = fit(model, tensors.finish(on_disk, weights, read), read)
         # before anything is computed: joined and transposed tensors are not held twice
         on_disk.clear()
-        if tensors.unused:
-            loaded = with_unused(loaded, model, tensors.unused)
+        loaded = with_unused(loaded, model, tensors.unused)
         check_decoded(loaded, written)
         if in_float32:
             loaded = widened(loaded, config.get("quantization") or {})
@@ -228,7 +228,7 @@ def _hook(name: str) -> None:
 
 
 def with_unused(weights: Weights, model: nn.Module, prefix: str) -> Weights:
-    """Fill parameters in that no answer needs, if the folder has none of them."""
+    """Fill parameters in that no answer needs, if the folder has none of them; with an empty prefix, none."""
     if any(name.startswith(prefix) for name in weights):
         return weights
     filled = dict(weights)
@@ -279,9 +279,8 @@ def check_rope(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedModel for position scaling that mlx-vlm's class does not read."""
     architecture, model_type = mlx_vlm.utils.get_model_and_args(dict(config), path)
     part, name = config, "ModelConfig"
-    decoder = config.get("text_config")
-    if decoder and isinstance(decoder, Mapping):
-        part, name = decoder, "TextConfig"
+    if config.get("text_config"):
+        part, name = config["text_config"], "TextConfig"
     kinds = _kinds_of_positions(part)
     scaled = set(kinds.values()).difference(PLAIN_ROPE)
     if not scaled or name not in vars(architecture):
@@ -376,7 +375,7 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
     If files must change, it is a temporary folder with links.
     """
     files = _split_processor_files(path)
-    config = _read_json(path / "config.json")
+    config = json_object(path / "config.json")
     changed = config | {"model_type": model_type}
     if model_type not in CONFIG_MAPPING:
         # transformers' plain class raises for kinds of positions that it does not know
@@ -399,7 +398,7 @@ def older_processor_files(path: Path, model_type: str) -> Iterator[Path]:
 
 def _split_processor_files(path: Path) -> dict[str, Config]:
     """Return the files of transformers 4 that processor_config.json has together, and the folder has not."""
-    together = _read_json(path / "processor_config.json")
+    together = json_object(path / "processor_config.json")
     kept: Config = {}
     if "processor_class" in together:
         kept["processor_class"] = together["processor_class"]
@@ -408,11 +407,4 @@ def _split_processor_files(path: Path) -> dict[str, Config]:
         settings = together.get(part)
         if isinstance(settings, dict) and not (path / name).exists():
             found[name] = {**kept, **settings}
-    return found
-
-
-def _read_json(path: Path) -> Config:
-    if not path.exists():
-        return {}
-    found: Config = json.loads(path.read_text(encoding="utf-8"))
     return found

@@ -18,7 +18,11 @@ from typing import Any
 
 from vlm_batch.errors import UnsupportedModel
 from vlm_batch.loading.quantised import quantisation_fault
-from vlm_batch.loading.recommended import RecommendedSampling, recommended_sampling
+from vlm_batch.loading.recommended import (
+    RecommendedSampling,
+    json_object,
+    recommended_sampling,
+)
 
 #: First bytes of a file that Git LFS has not fetched.
 POINTER = b"version https://git-lfs.github.com/spec/"
@@ -162,13 +166,7 @@ class _Folder:
 
     def json_of(self, name: str) -> dict[str, Any]:
         """Return a file's object; empty if there is none, or it cannot be read."""
-        try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        if isinstance(found, dict):
-            return found
-        return {}
+        return json_object(self.path / name)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -178,11 +176,10 @@ class _Folder:
     def weight_map(self) -> dict[str, str]:
         """The index: tensor -> file."""
         found = self.json_of(INDEX).get("weight_map")
-        if not isinstance(found, dict):
-            return {}
-        return {tensor: file for tensor, file in found.items() if isinstance(file, str)}
+        entries = found.items() if isinstance(found, dict) else ()
+        return {tensor: file for tensor, file in entries if isinstance(file, str)}
 
-    @cached_property
+    @property
     def named_files(self) -> list[str]:
         """The files that the index names."""
         return sorted(set(self.weight_map.values()))
@@ -211,23 +208,20 @@ class _Folder:
         return found
 
     @cached_property
-    def has_indexed_files(self) -> bool:
-        """Whether some file of weights is one that the index names."""
+    def index_in_use(self) -> dict[str, str]:
+        """The index; empty if it names no file that is there, as one of another layout."""
         there = {file.path.name for file in self.weights}
-        return not there.isdisjoint(self.named_files)
+        is_used = not there.isdisjoint(self.named_files)
+        return self.weight_map if is_used else {}
 
-    @cached_property
+    @property
     def missing_files(self) -> list[str]:
-        if not self.has_indexed_files:
-            return []
         there = {file.path.name for file in self.weights}
-        return sorted(set(self.named_files) - there)
+        return sorted(set(self.index_in_use.values()) - there)
 
     @cached_property
     def missing_tensors(self) -> list[str]:
-        if not self.has_indexed_files:
-            return []
-        return list(itertools.filterfalse(self.tensors.__contains__, self.weight_map))
+        return list(itertools.filterfalse(self.tensors.__contains__, self.index_in_use))
 
     # Faults
     # -----------------------------------------------------------------------------------------------------------------
@@ -287,10 +281,7 @@ class _Folder:
         )
 
     def _broken_files(self) -> Iterator[str]:
-        for name in JSON_FILES:
-            fault = self._fault_of(name)
-            if fault is not None:
-                yield fault
+        yield from filter(None, map(self._fault_of, JSON_FILES))
         for pattern in OTHER_FILES:
             faults = map(_pointer, sorted(self.path.glob(pattern)))
             yield from filter(None, faults)
@@ -305,15 +296,15 @@ class _Folder:
         pointer = _pointer(path)
         if pointer is not None:
             return pointer
-        fault = _json_fault(path, self._is_small(name))
-        if fault is None:
-            return None
-        return f"{name} is not whole: {fault}. Download it again"
-
-    @staticmethod
-    def _is_small(name: str) -> bool:
-        """Whether a file is parsed here; a tokenizer's are read by its own parser, once."""
-        return name not in ("tokenizer.json", "vocab.json")
+        # a tokenizer's files are large, and read by its own parser
+        is_large = name in ("tokenizer.json", "vocab.json")
+        check = _check_ends if is_large else _check_json
+        try:
+            check(path)
+        except (OSError, ValueError) as error:
+            said = " ".join(str(error).split())[:120]
+            return f"{name} is not whole: {said}. Download it again"
+        return None
 
     def _without_weights(self) -> str:
         said = self._first_of(OTHER_WEIGHTS)
@@ -372,9 +363,8 @@ def read_head(path: Path) -> WeightsFile:
 def _tensors_of(head: Any) -> tuple[dict[str, TensorHead], int]:
     """Return the tensors of a file's head, and the bytes of all of them."""
     tensors, end = {}, 0
+    head.pop("__metadata__", None)
     for name, entry in head.items():
-        if name == "__metadata__":
-            continue
         tensors[name] = TensorHead(entry["dtype"], tuple(entry["shape"]))
         end = max(end, entry["data_offsets"][1])
     return tensors, end
@@ -392,24 +382,21 @@ def _pointer(path: Path) -> str | None:
     return f"{path.name} is a pointer of Git LFS to a file{size} that was not fetched: run git lfs pull in the folder"
 
 
-def _json_fault(path: Path, is_parsed: bool) -> str | None:
-    """Return why a file is no whole JSON object. Large files are judged by their ends."""
-    try:
-        if not is_parsed:
-            is_whole = _ends_as_object(path)
-            return None if is_whole else "it does not end as JSON does"
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return " ".join(str(error).split())[:120]
-    is_whole = isinstance(found, (dict, list))
-    return None if is_whole else "it is no JSON object"
+def _check_json(path: Path) -> None:
+    """Raise ValueError if a file is no whole JSON object or list."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, (dict, list)):
+        raise ValueError("it is no JSON object")
 
 
-def _ends_as_object(path: Path) -> bool:
+def _check_ends(path: Path) -> None:
+    """Raise ValueError if a file does not begin and end as a JSON object does."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()[:1]
         file.seek(max(0, path.stat().st_size - 64))
-        return start == b"{" and file.read().rstrip()[-1:] == b"}"
+        ends = start + file.read().rstrip()[-1:]
+    if ends != b"{}":
+        raise ValueError("it does not end as JSON does")
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ READ_FORMATS = frozenset(
         "pack-quantized",
     }
 )
+#: ModelOpt's names of its method.
+MODELOPT = ("modelopt", "modelopt_mixed")
 #: Algorithms of ModelOpt that it reads (_transform_modelopt_nvfp4_weights; utils.py:529).
 READ_ALGORITHMS = frozenset({"NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "MXFP8"})
 #: MLX's group sizes of affine quantisation.
@@ -118,7 +120,7 @@ def _name(method: str, settings: Mapping[str, Any]) -> str:
         return f"bitsandbytes ({_bitsandbytes_kind(settings)})"
     if method == "compressed-tensors":
         return f"compressed-tensors ({settings.get('format', 'no format')})"
-    if method in ("modelopt", "modelopt_mixed"):
+    if method in MODELOPT:
         return f"ModelOpt ({settings.get('quant_algo', 'no algorithm')})"
     return {**UNREAD_METHODS, **READ_METHODS}.get(method, method)
 
@@ -168,10 +170,15 @@ def _why_unread(found: Quantisation, tensors: Mapping[str, Any]) -> str | None:
         return "which mlx-vlm cannot read"
     if found.method == "compressed-tensors":
         return _why_unread_compressed(found.settings, tensors)
-    is_read = found.settings.get("quant_algo") in READ_ALGORITHMS
-    if found.method not in ("modelopt", "modelopt_mixed") or is_read:
+    if found.method in MODELOPT:
+        return _why_not_among(READ_ALGORITHMS, found.settings.get("quant_algo"))
+    return None
+
+
+def _why_not_among(read: frozenset[str], named: Any) -> str | None:
+    if named in read:
         return None
-    return f"of which mlx-vlm reads {', '.join(sorted(READ_ALGORITHMS))}"
+    return f"of which mlx-vlm reads {', '.join(sorted(read))}"
 
 
 def _why_unread_compressed(
@@ -179,32 +186,31 @@ def _why_unread_compressed(
 ) -> str | None:
     """Judge a folder of compressed-tensors, which mlx-vlm reads in part and where it drops zero points silently."""
     groups = list(map(_mapping, _mapping(settings.get("config_groups")).values()))
-    kind = settings.get("format") or _first_format(groups)
-    if kind is not None and kind not in READ_FORMATS:
-        return f"of which mlx-vlm reads {', '.join(sorted(READ_FORMATS))}"
+    # without a name anywhere, mlx-vlm goes by the tensors
+    named = [part["format"] for part in (settings, *groups) if part.get("format")]
+    kind, *_ = *named, "dense"
+    unread = _why_not_among(READ_FORMATS, kind)
+    if unread is not None:
+        return unread
     if any(name.endswith(".weight_g_idx") for name in tensors):
         return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
-    packed = []
-    for group in groups:
-        if group.get("format", kind) == "pack-quantized":
-            packed.append(_mapping(group.get("weights")))
-    faults = list(filter(None, map(_why_unread_packed, packed)))
-    if faults:
-        return faults[0]
-    bits, sizes = set(map(_bits, packed)), set(map(_group_size, packed))
-    if len(bits) > 1 or len(sizes) > 1:
+    packed = [
+        _mapping(group.get("weights"))
+        for group in groups
+        if group.get("format", kind) == "pack-quantized"
+    ]
+    for weights in packed:
+        why = _why_unread_packed(weights)
+        if why is not None:
+            return why
+    if len(set(map(_packing, packed))) > 1:
         return "with several numbers of bits, of which mlx-vlm takes the first for all"
     return None
 
 
-def _first_format(groups: Sequence[Mapping[str, Any]]) -> Any:
-    named = [group.get("format") for group in groups]
-    return next(filter(None, named), None)
-
-
 def _why_unread_packed(weights: Mapping[str, Any]) -> str | None:
     """Judge packed weights by the settings of their group."""
-    bits, size = _bits(weights), _group_size(weights)
+    bits, size = _packing(weights)
     if not weights.get("symmetric", True):
         return "with zero points (symmetric: false), which mlx-vlm leaves out of the answer"
     if bits not in (4, 8):
@@ -215,12 +221,9 @@ def _why_unread_packed(weights: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _bits(weights: Mapping[str, Any]) -> Any:
-    return weights.get("num_bits", 4)
-
-
-def _group_size(weights: Mapping[str, Any]) -> Any:
-    return weights.get("group_size", 32)
+def _packing(weights: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the bits of packed weights and the size of their groups."""
+    return weights.get("num_bits", 4), weights.get("group_size", 32)
 
 
 def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -234,11 +237,9 @@ def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None
     if found is None:
         return
     for name, value in weights.items():
-        layer, _, leaf = name.rpartition(".")
-        is_packed = value.ndim > 1 and "int" in str(value.dtype)
-        if leaf != "weight" or not is_packed:
-            continue
-        if f"{layer}.scales" not in weights:
+        layer = name.removesuffix(".weight")
+        is_packed = layer != name and value.ndim > 1 and "int" in str(value.dtype)
+        if is_packed and f"{layer}.scales" not in weights:
             raise UnsupportedModel(
                 f"its weights are quantised by {found.name}, and mlx-vlm has not unpacked {name}. {INSTEAD}"
             )

@@ -57,10 +57,8 @@ class RecommendedSampling:
         params.pop(_IMPLIED, None)
         said = [f"{name} {value:g}" for name, value in params.items()]
         text = ", ".join(said) or "greedy"
-        if not self.not_taken:
-            return text
         left = [f"{name} {json.dumps(value)}" for name, value in self.not_taken.items()]
-        return f"{text}; not taken: {', '.join(left)}"
+        return f"{text}; not taken: {', '.join(left)}" if left else text
 
 
 #: The parameter that a penalty brings with it.
@@ -69,14 +67,16 @@ _IMPLIED = "repetition_context_size"
 
 def read_recommended(folder: str | Path) -> RecommendedSampling:
     """Return a folder's recommendation. A missing or broken file recommends nothing."""
-    file = Path(folder) / "generation_config.json"
+    return recommended_sampling(json_object(Path(folder) / "generation_config.json"))
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Return a file's object; empty if there is none, or it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return RecommendedSampling()
-    if not isinstance(found, Mapping):
-        return RecommendedSampling()
-    return recommended_sampling(found)
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
@@ -102,11 +102,8 @@ def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
 
 def _said(written: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of these names that are there and not null."""
-    found = {}
-    for name in neutral:
-        if written.get(name) is not None:
-            found[name] = written[name]
-    return found
+    there = neutral.keys() & written.keys()
+    return {name: written[name] for name in there if written[name] is not None}
 
 
 def _changed(settings: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:

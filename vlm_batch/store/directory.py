@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,8 +17,7 @@ from vlm_batch.store.files import (
     Identity,
     can_write,
     identity_of,
-    read_header,
-    read_keys,
+    read_head,
     read_row,
     write_row,
 )
@@ -49,7 +47,7 @@ class RowFiles:
         self.directory = directory
         self.max_bytes = max_bytes
         self.identity = identity
-        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._files: dict[str, _File] = {}
         self._index: PrefixIndex[str] = PrefixIndex()
         # left by a process that ended while writing
         for part in directory.glob(f".{NAMES}.*.part"):
@@ -67,17 +65,9 @@ class RowFiles:
 
     def put(self, row: SavedRow) -> None:
         """Write a row unless it is there or cannot be filed. A full disk is ignored."""
-        name = (
-            digest(
-                [
-                    row.keys,
-                    sorted(row.snapshots),
-                    self.identity.model,
-                    self.identity.settings,
-                ]
-            ).hex()
-            + SUFFIX
-        )
+        identity = self.identity
+        contents = [row.keys, sorted(row.snapshots), identity.model, identity.settings]
+        name = digest(contents).hex() + SUFFIX
         if name in self._files and self._use(name):
             return
         if row.nbytes > self.max_bytes or not can_write(row):
@@ -118,7 +108,6 @@ class RowFiles:
 
     def _use(self, name: str) -> bool:
         """Mark a file as used. False if it is gone."""
-        self._files.move_to_end(name)
         try:
             now = time.time_ns()
             os.utime(self.directory / name, ns=(now, now))
@@ -131,9 +120,8 @@ class RowFiles:
 
     def _take_up(self, path: Path) -> None:
         try:
-            header = read_header(path, self.max_bytes)
+            header, keys = read_head(path, self.max_bytes)
             if identity_of(header) == self.identity:
-                keys = read_keys(path, self.max_bytes)
                 self._add(path.name, _File(keys, path.stat().st_size))
         except InvalidCache as error:
             note_bad(path, error)

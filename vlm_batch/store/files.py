@@ -106,12 +106,12 @@ def read_row(
     path: str | Path, max_bytes: int | None = None
 ) -> tuple[SavedRow, Identity]:
     """Read a row and its identity. Raises InvalidCache for a damaged, foreign or too large file."""
-    header = read_header(path, max_bytes)
+    header, _ = read_head(path, max_bytes)
     try:
         tensors, metadata = _load(path)
     except Exception as error:
         raise InvalidCache(f"{path} cannot be read: {error}") from error
-    if metadata.get("digest") != _seal(tensors, metadata):
+    if header.get("digest") != _seal(tensors, metadata):
         raise InvalidCache(f"{path} is damaged: its contents do not match their digest")
     try:
         row = _row_of(json.loads(header["structure"]), tensors)
@@ -138,10 +138,6 @@ def _row_of(structure: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Sa
 
 def _check_form(row: SavedRow) -> None:
     """Raise ValueError if a row cannot be one."""
-    dtype, shape = row.keys.dtype, row.keys.shape
-    is_table = len(shape) == 2 and shape[1] == KEY_WIDTH
-    if dtype != np.int64 or not is_table:
-        raise ValueError(f"its keys are {dtype} of the shape {shape}")
     _check_count("layers", row.num_layers)
     _check_count("pictures", row.num_pictures)
     _check_layers(row.whole, row.num_layers)
@@ -173,20 +169,10 @@ def identity_of(header: Mapping[str, str]) -> Identity:
         ) from error
 
 
-def read_header(path: str | Path, max_bytes: int | None = None) -> dict[str, str]:
-    """Return a file's metadata. Raises InvalidCache for a wrong size or format."""
-    return _read(path, max_bytes)[0]
-
-
-def read_keys(path: str | Path, max_bytes: int | None = None) -> np.ndarray:
-    """Read only the keys (L, 3) of a file. Raises InvalidCache."""
-    return _read(path, max_bytes, with_keys=True)[1]
-
-
-def _read(
-    path: str | Path, max_bytes: int | None, *, with_keys: bool = False
+def read_head(
+    path: str | Path, max_bytes: int | None = None
 ) -> tuple[dict[str, str], np.ndarray]:
-    """Read metadata and keys (empty unless asked for), of a file whose header fits its bytes."""
+    """Return a file's metadata and keys (L, 3). Raises InvalidCache for a wrong size or format."""
     try:
         with opened(path, max_bytes) as (file, size):
             length = int.from_bytes(file.read(8), "little")
@@ -201,18 +187,14 @@ def _read(
                     f"its version is {metadata['version']}; this library reads version {VERSION}"
                 )
             _check_sizes(tensors, size - 8 - length)
-            keys = np.empty((0, KEY_WIDTH), dtype=np.int64)
-            if with_keys:
-                begin, end = _keys_of(tensors["keys"])
-                file.seek(8 + length + begin)
-                keys = np.frombuffer(file.read(end - begin), dtype=np.int64).reshape(
-                    -1, KEY_WIDTH
-                )
+            begin, end = _keys_of(tensors["keys"])
+            file.seek(8 + length + begin)
+            keys = np.frombuffer(file.read(end - begin), dtype=np.int64)
     except FileNotFoundError:
         raise
     except Exception as error:
         raise InvalidCache(f"{path} is no saved cache, or damaged: {error}") from error
-    return metadata, keys
+    return metadata, keys.reshape(-1, KEY_WIDTH)
 
 
 def _check_sizes(tensors: Mapping[str, Any], nbytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from itertools import islice, takewhile
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -19,17 +20,17 @@ class PrefixIndex(Generic[Name]):
     """Names of rows by their keys (L, 3) of at least a block."""
 
     def __init__(self) -> None:
-        self._names: dict[int, list[Name]] = {}
+        # in the order in which they came
+        self._names: dict[int, dict[Name, None]] = {}
 
     def add(self, name: Name, keys: np.ndarray) -> None:
         for beginning in prefix_hashes(keys):
-            self._names.setdefault(beginning, []).append(name)
+            self._names.setdefault(beginning, {})[name] = None
 
     def remove(self, name: Name, keys: np.ndarray) -> None:
         for beginning in prefix_hashes(keys):
-            names = self._names.get(beginning, [])
-            if name in names:  # a failed ``add`` leaves a row in part
-                names.remove(name)
+            names = self._names.get(beginning, {})
+            names.pop(name, None)  # a failed ``add`` leaves a row in part
             if not names:
                 self._names.pop(beginning, None)
 
@@ -38,21 +39,15 @@ class PrefixIndex(Generic[Name]):
 
         A row may share almost a block more.
         """
-        filed: list[list[Name]] = []  # per number of blocks
-        for beginning in prefix_hashes(keys):
-            names = self._names.get(beginning)
-            if names is None:
-                break
-            filed.append(names)
+        # per number of blocks
+        filed = list(takewhile(bool, map(self._names.get, prefix_hashes(keys))))
         offered: set[Name] = set()
         while filed:
             shared = len(filed) * BLOCK
-            newest = filed.pop()[: -OFFERED - 1 : -1]
-            for name in newest:
-                if name in offered:
-                    continue
-                offered.add(name)
-                yield name, shared
+            for name in islice(reversed(filed.pop() or {}), OFFERED):
+                if name not in offered:
+                    offered.add(name)
+                    yield name, shared
 
 
 def prefix_hashes(keys: np.ndarray) -> Iterator[int]:

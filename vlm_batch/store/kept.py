@@ -21,11 +21,8 @@ def make_private(folder: Path) -> None:
     if folder.is_dir():
         return
     make_private(folder.parent)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        if not folder.is_dir():  # or another process has just made it
-            raise
+    # another process may just have made it
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class PictureStore:
         return found
 
     def put(self, key: bytes, made: Any) -> None:
-        if num_bytes(made) <= self._budget.max_bytes:
+        if num_bytes(made) + ARRAY_BYTES <= self._budget.max_bytes:
             self._kept[key] = made
             self._used.append(key)
 
@@ -46,12 +46,9 @@ class PictureStore:
         """Count additions and uses since the last call."""
         while self._used:
             key = self._used.popleft()
-            if (
-                not self._budget.touch((id(self), key))
-                and (made := self._kept.get(key)) is not None
-            ):
+            made = self._kept.get(key)
+            name = (id(self), key)
+            is_new = made is not None and not self._budget.touch(name)
+            if is_new:
                 drop = partial(self._kept.pop, key, None)
-                if not self._budget.add(
-                    (id(self), key), num_bytes(made) + ARRAY_BYTES, drop
-                ):
-                    drop()
+                self._budget.add(name, num_bytes(made) + ARRAY_BYTES, drop)

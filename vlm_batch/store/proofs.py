@@ -28,8 +28,6 @@ def cache_folder() -> Path:
         return Path(given)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "vlm_batch"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "vlm_batch"
     kept = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(kept) / "vlm_batch"
 

@@ -76,10 +76,8 @@ class SavedRow:
         longest = min(limit, self.length)
         if not self._is_whole:
             longest = self._last_end(limit)
-        least = 0
-        for layer in self.whole.values():
-            least = max(least, layer.floor)
-        return longest if longest >= least else 0
+        floors = [layer.floor for layer in self.whole.values()]
+        return longest if longest >= max(floors, default=0) else 0
 
     @property
     def _is_whole(self) -> bool:
@@ -104,14 +102,11 @@ class SavedRow:
         layers = dict(self.whole)
         if not self._is_whole:
             layers |= self._serving(length).layers
-        share = 0.0
-        if self.num_pictures:
-            share = num_pictures / self.num_pictures
-        restored: list[Any] = []
-        for index in range(self.num_layers):
-            own = layers[index].of_pictures(share)
-            restored.append(own.restore(length))
-        return restored
+        share = num_pictures / max(1, self.num_pictures)
+        return [
+            layers[index].of_pictures(share).restore(length)
+            for index in range(self.num_layers)
+        ]
 
     def _serving(self, length: int) -> Snapshot:
         """Return the shortest snapshot from which a row can continue at ``length``."""
@@ -123,7 +118,7 @@ class SavedRow:
 
     def _serves(self, snapshot: Snapshot, length: int) -> bool:
         is_complete = len(self.whole) + len(snapshot.layers) == self.num_layers
-        return length > 0 and is_complete and snapshot.reaches(length)
+        return is_complete and snapshot.reaches(length)
 
 
 def _arrays_of(layers: Mapping[int, LayerState]) -> list[mx.array]:
@@ -146,15 +141,25 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     return shared
 
 
+def _states(
+    caches: Sequence[Any], length: int, known: Mapping[int, LayerState]
+) -> tuple[dict[int, LayerState], dict[int, LayerState]]:
+    """Return the states of layers, by number: those that are whole, the ``known`` among them, and the others."""
+    whole: dict[int, LayerState] = dict(known)
+    others: dict[int, LayerState] = {}
+    for index in range(len(caches)):
+        if index not in known:
+            state = kind_of(caches[index]).saved(length)
+            states = whole if state.is_whole else others
+            states[index] = state
+    return whole, others
+
+
 def save_snapshot(
     caches: Sequence[Any], length: int, logits: mx.array | None
 ) -> Snapshot:
     """Save the layers that are not whole, unevaluated."""
-    layers: dict[int, LayerState] = {}
-    for index, cache in enumerate(caches):
-        state = kind_of(cache).saved(length)
-        if not state.is_whole:
-            layers[index] = state
+    _, layers = _states(caches, length, {})
     return Snapshot(layers, None if logits is None else own_array(logits))
 
 
@@ -167,22 +172,9 @@ def save_row(
 ) -> SavedRow:
     """Save a row's caches, unevaluated; ``constant``: layers saved already."""
     length = len(keys)
-    whole: dict[int, LayerState] = dict(constant or {})
-    last: dict[int, LayerState] = {}
-    for index, cache in enumerate(caches):
-        if index in whole:
-            continue
-        state = kind_of(cache).saved(length)
-        if state.is_whole:
-            whole[index] = state
-        else:
-            last[index] = state
-    kept: dict[int, Snapshot] = {}
-    for at, snapshot in snapshots.items():
-        if at <= length:
-            kept[at] = snapshot
-    before = kept.get(length, Snapshot())
-    end = Snapshot(last, before.logits)
+    whole, last = _states(caches, length, constant or {})
+    kept = {at: snapshot for at, snapshot in snapshots.items() if at <= length}
+    end = Snapshot(last, kept.get(length, Snapshot()).logits)
     if last and end.reaches(length):
         kept[length] = end
     return SavedRow(keys, len(caches), whole, kept, num_pictures)

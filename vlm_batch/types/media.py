@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from io import IOBase
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from vlm_batch.checks import as_tuple, demand, is_real, is_whole
+from vlm_batch.checks import as_tuple, demand, is_whole
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.types.rules import (
+    Rule,
+    at_least,
+    check_fields,
+    is_bool,
+    real_within,
+    whole_within,
+)
 
 #: A path, URL, data URI, ``bytes``, open file, PIL image, or array (H, W), (H, W, 3) or (H, W, 4) of uint8 or floats in 0..1.
 ImageInput: TypeAlias = Any
@@ -52,17 +61,8 @@ class Video:
     sound: bool = False
 
     def __post_init__(self) -> None:
-        _check_flag("sound", self.sound)
-        if self.fps is not None:
-            is_right = is_real(self.fps) and self.fps > 0
-            right = "a finite number above 0"
-            demand(is_right, InvalidParameters, "fps", self.fps, right)
-        if not _takes_all(self.num_frames):
-            _check_most("num_frames", self.num_frames)
-        _check_most("max_frames", self.max_frames)
-        _check_most("max_pixels", self.max_pixels)
-        are_both = self.num_frames is not None and self.max_frames is not None
-        if are_both:
+        check_fields(self, _OF_VIDEOS, InvalidParameters)
+        if None not in (self.num_frames, self.max_frames):
             raise InvalidParameters("num_frames and max_frames exclude each other")
 
 
@@ -84,12 +84,7 @@ class Audio:
     rate: int | None = None
 
     def __post_init__(self) -> None:
-        rate = self.rate
-        if rate is None:
-            return
-        is_right = is_whole(rate) and 1_000 <= rate <= 768_000
-        right = "an integer in 1,000..768,000"
-        demand(is_right, InvalidParameters, "rate", rate, right)
+        check_fields(self, _OF_RECORDINGS, InvalidParameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,58 +115,61 @@ class FetchPolicy:
     max_redirects: int = 5
 
     def __post_init__(self) -> None:
-        _check_flag("allow_http", self.allow_http)
-        _check_flag("allow_private", self.allow_private)
-        _check_flag("allow_files", self.allow_files)
-        _check_least("max_bytes", self.max_bytes, 1)
-        _check_least("max_redirects", self.max_redirects, 0)
-        seconds = self.seconds
-        is_right = is_real(seconds) and 0 < seconds <= MAX_SECONDS
-        right = f"a number above 0, {MAX_SECONDS:,} at most"
-        demand(is_right, InvalidParameters, "seconds", seconds, right)
+        check_fields(self, _OF_FETCHING, InvalidParameters)
         object.__setattr__(self, "directories", _paths(self.directories))
 
 
-def _takes_all(num_frames: Any) -> bool:
-    return is_whole(num_frames) and num_frames == ALL_FRAMES
+def _is_number_of_frames(value: Any) -> bool:
+    takes_all = is_whole(value) and value == ALL_FRAMES
+    return takes_all or _MOST.is_right(value)
 
 
-def _check_flag(name: str, value: Any) -> None:
-    is_right = isinstance(value, bool)
-    demand(is_right, InvalidParameters, name, value, "True or False")
-
-
-def _check_least(name: str, value: Any, least: int) -> None:
-    is_right = is_whole(value) and value >= least
-    demand(is_right, InvalidParameters, name, value, f"an integer of at least {least}")
-
-
-def _check_most(name: str, value: Any) -> None:
-    """Check a bound on how many there may be, which may be None."""
-    if value is not None:
-        _check_least(name, value, 1)
+#: The least number above 0.
+_ABOVE_0 = math.ulp(0.0)
+_FLAG = Rule(is_bool, "True or False")
+_MOST = at_least(1, or_none=True)
+_OF_VIDEOS = {
+    "sound": _FLAG,
+    "fps": Rule(real_within(_ABOVE_0), "a finite number above 0", or_none=True),
+    "num_frames": Rule(_is_number_of_frames, _MOST.right, or_none=True),
+    "max_frames": _MOST,
+    "max_pixels": _MOST,
+}
+_OF_RECORDINGS = {
+    "rate": Rule(
+        whole_within(1_000, 768_000), "an integer in 1,000..768,000", or_none=True
+    ),
+}
+_OF_FETCHING = {
+    "allow_http": _FLAG,
+    "allow_private": _FLAG,
+    "allow_files": _FLAG,
+    "max_bytes": at_least(1),
+    "max_redirects": at_least(0),
+    "seconds": Rule(
+        real_within(_ABOVE_0, MAX_SECONDS), f"a number above 0, {MAX_SECONDS:,} at most"
+    ),
+}
 
 
 def _paths(given: Any) -> tuple[str | Path, ...]:
     """Return one or several paths as a tuple."""
-    if isinstance(given, (str, Path)):
-        paths: tuple[Any, ...] = (given,)
-    else:
-        paths = as_tuple("directories", given)
-    is_right = all(isinstance(one, (str, Path)) and str(one) for one in paths)
-    if isinstance(given, bytes):  # of which an empty one has no part that is wrong
-        is_right = False
+    is_one = isinstance(given, (str, Path, bytes))
+    paths = (given,) if is_one else as_tuple("directories", given)
+    is_right = all(map(_is_path, paths))
     demand(is_right, InvalidParameters, "directories", given, "a sequence of paths")
     return paths
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, Path)) and bool(str(value))
 
 
 def several(given: Any) -> tuple[Any, ...]:
     """Return one or several media as a tuple; an iterator is read, a file is one."""
     if given is None:
         return ()
-    if isinstance(given, (list, tuple)):
-        return tuple(given)
-    is_file = isinstance(given, IOBase)
-    if isinstance(given, Iterator) and not is_file:
-        return tuple(given)
-    return (given,)
+    is_file = isinstance(given, IOBase)  # an iterator, too
+    if is_file or not isinstance(given, (list, tuple, Iterator)):
+        return (given,)
+    return tuple(given)

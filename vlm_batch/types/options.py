@@ -55,8 +55,6 @@ def checked_options(given: Any) -> tuple[Option, ...]:
     Raises:
         InvalidRequest: they are no sequence of texts or token ids, or too many.
     """
-    if given is None:
-        return ()
     if isinstance(given, (str, bytes)):
         raise InvalidRequest(
             f"options is {shown(given)}; it must be a list of texts or lists of token ids"
@@ -73,17 +71,12 @@ def _checked(option: Any) -> Option:
     if isinstance(option, str):
         check_unicode("options", (option,))
         return option
-    tokens = None if isinstance(option, bytes) else _as_tokens(option)
-    if tokens is None:
-        raise InvalidRequest(
-            f"options holds {shown(option)}; an option is a text, or a list of token ids"
-        )
-    return tokens
-
-
-def _as_tokens(option: Any) -> tuple[int, ...] | None:
     try:
         tokens = tuple(option)
     except TypeError:
-        return None
-    return tuple(map(int, tokens)) if are_tokens(tokens) else None
+        tokens = (None,)
+    if isinstance(option, bytes) or not are_tokens(tokens):
+        raise InvalidRequest(
+            f"options holds {shown(option)}; an option is a text, or a list of token ids"
+        )
+    return tuple(map(int, tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -27,6 +27,7 @@ from vlm_batch.checks import (
 from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest
 from vlm_batch.types.media import AudioInput, ImageInput, VideoInput, several
 from vlm_batch.types.options import Option, checked_options
+from vlm_batch.types.rules import Rule, check_fields, whole_within
 from vlm_batch.types.sampling import SamplingParams
 from vlm_batch.types.templates import PLAIN_TEMPLATE, Template
 
@@ -111,23 +112,20 @@ class Request:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, _RULES, InvalidRequest)
         put = partial(object.__setattr__, self)
-        right = f"one of {', '.join(DRAFTS)}"
-        demand(self.draft in DRAFTS, InvalidRequest, "draft", self.draft, right)
         put("images", several(self.images))
         put("videos", several(self.videos))
         put("audios", several(self.audios))
         put("params", params_of(self.params))
         put("options", checked_options(self.options))
+        put("priority", int(self.priority))
+        put("client", int(self.client))
         if self.template is not None:
             template = record_of(Template, "template", self.template, InvalidPrompt)
             put("template", template)
-        self._check_priority(put)
-        self._check_names(put)
         set_pixel_bounds(self, self.min_pixels, self.max_pixels)
-        keeps = self.return_cache
-        demand(is_flag(keeps), InvalidRequest, "return_cache", keeps, "True or False")
-        continues = self.cache is not None or keeps
+        continues = self.cache is not None or self.return_cache
         if continues and self.params.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs need every token prefilled; leave cache and return_cache out"
@@ -147,24 +145,24 @@ class Request:
                 "options are scored, not sampled: leave params out, but for prompt_logprobs"
             )
 
-    def _check_priority(self, put: Callable[[str, Any], None]) -> None:
-        priority = self.priority
-        is_right = is_whole(priority) and abs(priority) <= MAX_PRIORITY
-        right = f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
-        demand(is_right, InvalidRequest, "priority", priority, right)
-        put("priority", int(priority))
 
-    def _check_names(self, put: Callable[[str, Any], None]) -> None:
-        """Check what says whose the request is."""
-        salt, client, called = self.cache_salt, self.client, self.request_id
-        is_right = salt is None or is_non_empty(salt)
-        right = "text, not empty, or None"
-        demand(is_right, InvalidRequest, "cache_salt", salt, right)
-        demand(is_whole(client), InvalidRequest, "client", client, "an integer")
-        put("client", int(client))
-        is_right = called is None or (is_non_empty(called) and "\0" not in called)
-        right = "text, not empty and without null characters, or None"
-        demand(is_right, InvalidRequest, "request_id", called, right)
+def _is_name(value: Any) -> bool:
+    return is_non_empty(value) and "\0" not in value
+
+
+_RULES = {
+    "draft": Rule(DRAFTS.__contains__, f"one of {', '.join(DRAFTS)}"),
+    "priority": Rule(
+        whole_within(-MAX_PRIORITY, MAX_PRIORITY),
+        f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}",
+    ),
+    "client": Rule(is_whole, "an integer"),
+    "cache_salt": Rule(is_non_empty, "text, not empty, or None", or_none=True),
+    "request_id": Rule(
+        _is_name, "text, not empty and without null characters, or None", or_none=True
+    ),
+    "return_cache": Rule(is_flag, "True or False"),
+}
 
 
 def params_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from vlm_batch.advice import SAMPLING, advises_of_fields
-from vlm_batch.checks import (
-    MOST,
-    are_tokens,
-    as_tuple,
-    check_unicode,
-    demand,
-    is_non_empty,
-    is_real,
-    non_empty_texts,
-)
+from vlm_batch.checks import MOST
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.parameters import (
     Flag,
@@ -28,7 +17,7 @@ from vlm_batch.parameters import (
     declared,
     parameters_of,
 )
-from vlm_batch.schemas import json_schema_of
+from vlm_batch.types.lists import Biases, Functions, JsonSchema, Text, Texts, TokenIds
 
 #: ``(tokens so far (T,), logits (1, V)) -> logits (1, V)``, as in mlx-lm; called on the engine's thread.
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
@@ -37,10 +26,14 @@ LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 FORMS = ("json_schema", "regex", "grammar", "choice")
 #: Parameters that end an answer elsewhere than its form does.
 _ENDS = ("stop", "stop_token_ids", "ignore_eos")
+#: Parameters that say how ``no_repeat_ngram_size`` is meant.
+_OF_NGRAMS = ("window_size", "whitelist_token_ids")
 #: Bounds on stop strings and stop tokens: each token is compared with them while other requests wait.
-_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 1024, 2**20, 2**14
+_MOST_STOPS, _MOST_STOP_TOKENS = 1024, 2**14
 #: Bounds on bad words, allowed tokens (more than any vocabulary) and tokens with a bias.
 _MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
+#: Bound on choices. Forms have a bound of their own, in characters, which is reached before.
+_MOST_CHOICES = 2**20
 
 
 @advises_of_fields(SAMPLING)
@@ -148,7 +141,9 @@ class SamplingParams:
         ),
         over_http=False,
     )
-    whitelist_token_ids: Sequence[int] = declared((), over_http=False)
+    whitelist_token_ids: Sequence[int] = declared(
+        (), TokenIds(_MOST_ALLOWED), over_http=False
+    )
     seed: int | None = declared(
         None,
         WholeNumber(0, 2**64 - 1),
@@ -156,16 +151,20 @@ class SamplingParams:
     )
     stop: Sequence[str] = declared(
         (),
+        Texts(_MOST_STOPS),
         flag=Flag(
             "text that ends an answer; several may be given", "TEXT", is_repeated=True
         ),
     )
-    stop_token_ids: Sequence[int] = declared(())
+    stop_token_ids: Sequence[int] = declared((), TokenIds(_MOST_STOP_TOKENS))
     ignore_eos: bool = declared(False, TrueOrFalse())
     logprobs: int | None = declared(None, WholeNumber(0, 100), over_http=False)
     prompt_logprobs: int | None = declared(None, WholeNumber(0, 100))
     logits_processors: Sequence[LogitsProcessor] = declared(
-        (), in_jobs=False, over_http=False
+        (),
+        Functions("callables (tokens, logits) -> logits"),
+        in_jobs=False,
+        over_http=False,
     )
     presence_penalty: float = declared(
         0.0, RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
@@ -173,9 +172,13 @@ class SamplingParams:
     frequency_penalty: float = declared(
         0.0, RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
     )
-    logit_bias: Mapping[int, float] = declared({}, is_hashed=False)
-    allowed_token_ids: Sequence[int] | None = declared(None)
-    bad_words: Sequence[str] = declared(())
+    logit_bias: Mapping[int, float] = declared(
+        {}, Biases(_MOST_BIASED), is_hashed=False
+    )
+    allowed_token_ids: Sequence[int] | None = declared(
+        None, TokenIds(_MOST_ALLOWED, least=1)
+    )
+    bad_words: Sequence[str] = declared((), Texts(_MOST_WORDS))
     min_tokens: int = declared(0, WholeNumber(0, 2**63 - 1))
     n: int = declared(1, WholeNumber(1, 128), over_http=False)
     skip_special_tokens: bool | None = declared(
@@ -191,6 +194,7 @@ class SamplingParams:
     # HTTP spells the forms as its clients do.
     json_schema: Mapping[str, Any] | type | str | None = declared(  # noqa: RUF009
         None,
+        JsonSchema(),
         flag=Flag(
             "answers are JSON that follows this schema; --columns may name the fields of its object",
             "FILE",
@@ -200,141 +204,39 @@ class SamplingParams:
     )
     regex: str | None = declared(
         None,
+        Text(),
         flag=Flag("answers match a regular expression", "PATTERN"),
         over_http=False,
     )
-    grammar: str | None = declared(None, over_http=False)
+    grammar: str | None = declared(None, Text(), over_http=False)
     choice: Sequence[str] | None = declared(
         None,
+        Texts(_MOST_CHOICES, least=1),
         flag=Flag("answers are one of these texts", "TEXT", is_repeated=True),
         over_http=False,
     )
 
     def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)
-        self._check_numbers(put)
-        self._check_ends(put)
-        self._check_processors(put)
-        self._check_bias(put)
-        self._check_allowed(put)
-        self._check_ngrams(put)
-        self._check_bad_words(put)
-        self._check_form(put)
-        self._check_unicode()
+        for one in SAMPLING_PARAMETERS:
+            value = getattr(self, one.name)
+            if value is not one.default:
+                checked = one.check.checked(one.name, value)
+                object.__setattr__(self, one.name, checked)
+        self._check_ngrams()
         self._check_one_form()
         self._check_lengths()
 
-    def _check_numbers(self, put: Callable[[str, Any], None]) -> None:
-        for one in SAMPLING_PARAMETERS:
-            value = getattr(self, one.name)
-            is_unset = value is None and one.default is None
-            if one.check is not None and not is_unset:
-                put(one.name, one.check.checked(one.name, value))
-
-    def _check_ends(self, put: Callable[[str, Any], None]) -> None:
-        is_one = isinstance(self.stop, str)
-        stop = (self.stop,) if is_one else as_tuple("stop", self.stop)
-        are_texts = all(map(is_non_empty, stop))
-        demand(are_texts, InvalidParameters, "stop", stop, "non-empty strings")
-        if _is_too_much(stop, _MOST_STOPS):
-            raise InvalidParameters(
-                f"stop has {len(stop):,} strings; at most {_MOST_STOPS:,} of {_MOST_STOP_CHARACTERS:,} characters together"
-                " are looked for"
-            )
-        put("stop", stop)
-        tokens = as_tuple("stop_token_ids", self.stop_token_ids)
-        if len(tokens) > _MOST_STOP_TOKENS:
-            raise InvalidParameters(
-                f"stop_token_ids has {len(tokens):,} ids; at most {_MOST_STOP_TOKENS:,} are looked for"
-            )
-        right = "token ids of at least 0"
-        demand(are_tokens(tokens), InvalidParameters, "stop_token_ids", tokens, right)
-        put("stop_token_ids", tuple(map(int, tokens)))
-
-    def _check_processors(self, put: Callable[[str, Any], None]) -> None:
-        processors = as_tuple("logits_processors", self.logits_processors)
-        if not all(map(callable, processors)):
-            raise InvalidParameters(
-                "logits_processors must be callables (tokens, logits) -> logits"
-            )
-        put("logits_processors", processors)
-
-    def _check_bias(self, put: Callable[[str, Any], None]) -> None:
-        bias = {} if self.logit_bias is None else self.logit_bias
-        is_right = isinstance(bias, Mapping) and _is_bias(bias)
-        right = "a mapping of token ids to numbers in -100..100"
-        demand(is_right, InvalidParameters, "logit_bias", bias, right)
-        if len(bias) > _MOST_BIASED:
-            raise InvalidParameters(
-                f"logit_bias has {len(bias):,} tokens; {_MOST_BIASED:,} may have one"
-            )
-        put("logit_bias", {int(token): float(value) for token, value in bias.items()})
-
-    def _check_allowed(self, put: Callable[[str, Any], None]) -> None:
-        if self.allowed_token_ids is None:
-            return
-        allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
-        _check_count("allowed_token_ids", allowed)
-        is_right = bool(allowed) and are_tokens(allowed)
-        right = "token ids, or None for all"
-        demand(is_right, InvalidParameters, "allowed_token_ids", allowed, right)
-        put("allowed_token_ids", tuple(map(int, allowed)))
-
-    def _check_ngrams(self, put: Callable[[str, Any], None]) -> None:
-        white = as_tuple("whitelist_token_ids", self.whitelist_token_ids)
-        _check_count("whitelist_token_ids", white)
-        is_right = are_tokens(white) and max(white, default=0) <= MOST
-        right = "token ids of at least 0"
-        demand(is_right, InvalidParameters, "whitelist_token_ids", white, right)
-        put("whitelist_token_ids", tuple(map(int, white)))
+    def _check_ngrams(self) -> None:
         size, window = self.no_repeat_ngram_size, self.window_size
-        if not size:
-            self._check_without_ngrams()
-        elif window is not None and window < size:
+        asked = self._asked_of(_OF_NGRAMS)
+        if asked and not size:
+            raise InvalidParameters(
+                f"{asked[0]} belongs to no_repeat_ngram_size, which is 0 (off)"
+            )
+        if window is not None and window < size:
             raise InvalidParameters(
                 f"window_size is {window}, below no_repeat_ngram_size, which is {size}: nothing would be found in it"
             )
-
-    def _check_without_ngrams(self) -> None:
-        for name in ("window_size", "whitelist_token_ids"):
-            if getattr(self, name):
-                raise InvalidParameters(
-                    f"{name} belongs to no_repeat_ngram_size, which is 0 (off)"
-                )
-
-    def _check_bad_words(self, put: Callable[[str, Any], None]) -> None:
-        words = non_empty_texts("bad_words", self.bad_words)
-        if _is_too_much(words, _MOST_WORDS):
-            raise InvalidParameters(
-                f"bad_words has {len(words):,} texts; at most {_MOST_WORDS:,} of {_MOST_STOP_CHARACTERS:,} characters "
-                "together are looked for"
-            )
-        put("bad_words", words)
-
-    def _check_form(self, put: Callable[[str, Any], None]) -> None:
-        if self.choice is not None:
-            choice = non_empty_texts("choice", self.choice)
-            if not choice:
-                raise InvalidParameters(
-                    "choice is empty; it must be texts to choose from, or None"
-                )
-            put("choice", choice)
-        for name in ("regex", "grammar"):
-            value = getattr(self, name)
-            is_right = value is None or is_non_empty(value)
-            right = "non-empty text, or None"
-            demand(is_right, InvalidParameters, name, value, right)
-        if self.json_schema is not None:
-            put("json_schema", json_schema_of(self.json_schema))
-
-    def _check_unicode(self) -> None:
-        schema = json.dumps(self.json_schema, ensure_ascii=False)
-        check_unicode("json_schema", (schema,))
-        check_unicode("stop", self.stop)
-        check_unicode("bad_words", self.bad_words)
-        check_unicode("choice", self.choice or ())
-        check_unicode("regex", (self.regex or "",))
-        check_unicode("grammar", (self.grammar or "",))
 
     def _check_one_form(self) -> None:
         forms = self._given_of(FORMS)
@@ -342,7 +244,7 @@ class SamplingParams:
             raise InvalidParameters(
                 f"{' and '.join(forms)} exclude each other: an answer has one form"
             )
-        ends = [name for name in _ENDS if getattr(self, name)]
+        ends = self._asked_of(_ENDS)
         if forms and ends:
             raise InvalidParameters(
                 f"{ends[0]} would end the answer elsewhere than {forms[0]} does; leave it out"
@@ -367,6 +269,10 @@ class SamplingParams:
     def _given_of(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
 
+    def _asked_of(self, names: Sequence[str]) -> list[str]:
+        """Return the names of parameters that are neither None, False nor empty."""
+        return [name for name in names if getattr(self, name)]
+
     @property
     def form(self) -> str | None:
         """Name of the parameter that constrains the form, or None."""
@@ -375,23 +281,3 @@ class SamplingParams:
 
 #: The parameters as they are declared, in the order of their fields.
 SAMPLING_PARAMETERS = parameters_of(SamplingParams)
-
-
-def _is_too_much(texts: Sequence[str], most: int) -> bool:
-    """Return whether texts are more than ``most``, or too long together to be looked for."""
-    return len(texts) > most or sum(map(len, texts)) > _MOST_STOP_CHARACTERS
-
-
-def _is_bias(bias: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is of tokens to numbers in -100..100."""
-    values = bias.values()
-    if not are_tokens(bias) or not all(map(is_real, values)):
-        return False
-    return max(map(abs, values), default=0) <= 100
-
-
-def _check_count(name: str, tokens: Sequence[Any]) -> None:
-    if len(tokens) > _MOST_ALLOWED:
-        raise InvalidParameters(
-            f"{name} has {len(tokens):,} ids; {_MOST_ALLOWED:,} are the most"
-        )

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import NoneType
 from typing import Any
 
-from vlm_batch.checks import demand, is_flag
+from vlm_batch.checks import is_flag
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.types.rules import Rule, check_fields, is_bool, is_text
 
 #: Arguments of chat templates that are fields of ``Template``.
 _NAMED = ("tools", "documents", "enable_thinking", "reasoning_effort")
-#: Fields that are no arguments of it, and say how it is used.
-_FLAGS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "escape_special_tokens",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +44,14 @@ class Template:
     escape_special_tokens: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, _RULES, InvalidPrompt)
         put = partial(object.__setattr__, self)
-        for name in ("tools", "documents"):
-            value = getattr(self, name)
-            if value is not None:
-                put(name, _mappings(name, value))
-        self._check("enable_thinking", _is_bool_or_none, "True, False or None")
-        self._check("reasoning_effort", _is_text_or_none, "text, or None")
-        self._check("args", _is_named, "a mapping of names to values")
+        put("tools", _copies(self.tools))
+        put("documents", _copies(self.documents))
         put("args", dict(self.args))
         twice = sorted(self.args.keys() & self._by_name.keys())
         if twice:
             raise InvalidPrompt(f"{twice[0]} is given twice: by itself and in args")
-        for name in _FLAGS:
-            self._check(name, is_flag, "True or False")
-
-    def _check(self, name: str, is_right: Callable[[Any], bool], right: str) -> None:
-        value = getattr(self, name)
-        demand(is_right(value), InvalidPrompt, name, value, right)
 
     @property
     def _by_name(self) -> dict[str, Any]:
@@ -95,35 +79,33 @@ class Template:
         return said
 
 
-def _mappings(name: str, given: Any) -> list[dict[str, Any]]:
-    """Return a list of mappings, copied. Raises InvalidPrompt for anything else."""
-    is_list = isinstance(given, (list, tuple))
-    is_right = is_list and all(map(_is_mapping, given))
-    demand(is_right, InvalidPrompt, name, given, "a list of mappings, or None")
-    return list(map(dict, given))
+def _copies(given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    return None if given is None else list(map(dict, given))
 
 
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _is_bool_or_none(value: Any) -> bool:
-    return isinstance(value, (bool, NoneType))
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return isinstance(value, (str, NoneType))
+def _are_mappings(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_mapping, value))
 
 
 def _is_named(value: Any) -> bool:
     """Return whether a value is a mapping of names."""
-    if not isinstance(value, Mapping):
-        return False
-    return all(map(_is_text, value))
+    return isinstance(value, Mapping) and all(map(is_text, value))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
+_LIST = Rule(_are_mappings, "a list of mappings, or None", or_none=True)
+_FLAG = Rule(is_flag, "True or False")
+_RULES = {
+    "tools": _LIST,
+    "documents": _LIST,
+    "enable_thinking": Rule(is_bool, "True, False or None", or_none=True),
+    "reasoning_effort": Rule(is_text, "text, or None", or_none=True),
+    "args": Rule(_is_named, "a mapping of names to values"),
+    "add_generation_prompt": _FLAG,
+    "continue_final_message": _FLAG,
+    "escape_special_tokens": _FLAG,
+}
 PLAIN_TEMPLATE = Template()
