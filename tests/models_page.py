@@ -110,13 +110,16 @@ the same request in `generate_step`: right is at most 1e-3 apart. `gemma4_expert
 
 DETAILS = """# Models in detail
 
-A section for each family of [the table](models.md): what a user of it must know. "Off by" is the largest difference
-of a log-probability from the same request alone, over all [verified scenarios](models.md#how-it-is-verified).
-"Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits.
-"Published configuration tried" names a folder whose config.json was built as published; "by transformers' class" and
-"by mlx-vlm's class" say that the class's own values were, which are mostly those of a published model. Each was built
-at its full size, without memory for weights, and has an adapter; none was run. [Five folders' prompts](prompts.md) were
-compared with transformers', too. "Mended" are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
+A section for each family of [the table](models.md): its limits, and what a user of it must know.
+
+- "Off by" is the largest difference of a log-probability from the same request alone, over all
+  [verified scenarios](models.md#how-it-is-verified). "Reproducible" names the precisions in which `reproducible=True`
+  was shown to give the request's own bits.
+- "Built as published" names a folder whose config.json was built, or the class (transformers' or mlx-vlm's) whose own
+  values were: at full size, without memory for weights. None was run. [Five folders' prompts](prompts.md) were
+  compared with transformers', too.
+- "Mended" are [defects of mlx-vlm](upstream.md), by the names of their reproductions; `vlm-batch families NAME` says
+  them in words.
 
 """
 
@@ -284,9 +287,10 @@ def _section(one: FamilyFacts) -> str:
         if spec.model_types == (spec.family,)
         else f"Model types {_types(spec.model_types)}. "
     )
-    published = f"Published configuration tried: {_published(one.spec.family)}."
+    published = f"Built as published: {_published(one.spec.family)}."
     tests = f"{len(one.verified)} scenarios{off}. Reproducible: {_reproducible(one)}. {published}"
-    lines = [*_limits(one), *map(_plain, spec.notes), *_mended(one)]
+    notes = [note for note in spec.notes if not _is_of_upstream(note)]
+    lines = [*_limits(one), *map(_plain, notes), *_mended(one)]
     head = f"{types}{tests} mlx-vlm's batch: {one.upstream}."
     return "\n".join(
         [f"## {spec.family}", "", head, "", *(f"- {line}" for line in lines)]
@@ -296,11 +300,11 @@ def _section(one: FamilyFacts) -> str:
 def _published(family: str) -> str:
     """Return which published configuration was tried (``tests/published_configurations.py``)."""
     if family in LOADED:
-        return f"yes ({LOADED[family]})"
+        return LOADED[family]
     if family in BY_CLASS:
-        return "by transformers' class"
+        return "transformers' class"
     if family in BY_DEFAULTS:
-        return "by mlx-vlm's class"
+        return "mlx-vlm's class"
     return f"no ({NOT_TRIED[family]})"
 
 
@@ -351,6 +355,12 @@ def _limits(one: FamilyFacts) -> list[str]:
             found.append(f"No {word}: {_plain(why)[:1].lower()}{_plain(why)[1:]}")
     found += [f"Refused on CUDA (`{names}`): {why}." for names, why in on_cuda(spec)]
     return found
+
+
+def _is_of_upstream(note: str) -> bool:
+    """Return whether all that a note names of mlx-vlm is shown in docs/upstream.md, which then says it."""
+    places = upstream_page.places_of_notes((note,))
+    return bool(places) and all(map(upstream_page.is_shown, places))
 
 
 def _plain(note: str) -> str:
