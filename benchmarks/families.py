@@ -511,14 +511,15 @@ def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def ended(families: Mapping[str, Any]) -> list[str]:
-    """A line for each error that ended a way, with the families that it ended."""
-    names: dict[str, list[str]] = {}
-    for name, one in sorted(families.items()):
-        wrong = one.get("wrong", {})
-        error = wrong.get(OURS) or wrong.get(THEIRS) or one.get("error", "")
-        if error:
-            names.setdefault(_short(error), []).append(name)
+def ended(*runs: Mapping[str, Any]) -> list[str]:
+    """A line for each error that ended a way, with the families that it ended in these runs."""
+    names: dict[str, dict[str, None]] = {}
+    for families in runs:
+        for name, one in sorted(families.items()):
+            wrong = one.get("wrong", {})
+            error = wrong.get(OURS) or wrong.get(THEIRS) or one.get("error", "")
+            if error:
+                names.setdefault(_short(error), {})[name] = None
     return [f"- {error}: {', '.join(of)}" for error, of in names.items()]
 
 
@@ -570,10 +571,7 @@ def summary(families: Mapping[str, Any], clock: str) -> str:
 def table(found: Mapping[str, Any], clock: str) -> str:
     families = found["families"]
     rows = [row_of(name, one, clock) for name, one in sorted(families.items())]
-    lines = [HEAD, *rows, "", _sentence(summary(families, clock))]
-    if errors := ended(families):
-        lines += ["", "What ended a family's run:", "", *errors]
-    return "\n".join(lines)
+    return "\n".join([HEAD, *rows, "", _sentence(summary(families, clock))])
 
 
 def _sentence(words: str) -> str:
@@ -641,7 +639,8 @@ def main() -> None:
         args.clock,
         write,
     )
-    print(f"\n{table(found, args.clock)}\n{json.dumps(found['facts'])}")
+    lines = [table(found, args.clock), *ended(found["families"])]
+    print("\n" + "\n".join([*lines, json.dumps(found["facts"])]))
 
 
 def all_families() -> list[str]:
