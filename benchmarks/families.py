@@ -446,8 +446,13 @@ def measure_all(
         elif "begins" in line:
             until = min(last, time.monotonic() + limit)
         elif "ends" in line:
-            left.remove(line["ends"])
-            print(row_of(line["ends"], families[line["ends"]], clock), flush=True)
+            name = line["ends"]
+            left.remove(name)
+            lines = [
+                row_of(name, families[name], clock),
+                *ended({name: families[name]}),
+            ]
+            print("\n".join(lines), flush=True)
             write(found)
         elif "family" in line:
             families.setdefault(line.pop("family"), {}).update(line)
@@ -460,11 +465,10 @@ def measure_all(
 # The table ------------------------------------------------------------------------------------------------------------------
 
 HEAD = (
-    "| family | over mlx-vlm | as alone | over one after another | vlm_batch (s) | mlx-vlm (s) | operations | thread (ms) "
-    "| own (ms) | others (ms) | what ended it |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
+    "| family | over mlx-vlm | as alone | over one after another | seconds | own (ms) |\n"
+    "|---|---|---|---|---|---|"
 )
-#: Most characters of an error in the table.
+#: Most characters of an error on the page.
 SHOWN_CHARACTERS = 64
 
 
@@ -483,45 +487,41 @@ def ratio_over(way: str, one: Mapping[str, Any], clock: str) -> float | None:
 
 
 def row_of(name: str, one: Mapping[str, Any], clock: str) -> str:
-    """A family's line: pairs are ours and mlx-vlm's. "As alone": the requests that mlx-vlm's batch answers as mlx-vlm does
-    one after another."""
-    wrong, steps, same = one.get("wrong", {}), one.get("steps", {}), one.get("same", {})
-    ended = wrong.get(OURS) or wrong.get(THEIRS) or one.get("error", "")
-    middle = {
-        way: statistics.median(found[clock])
-        for way, found in one.get("seconds", {}).items()
-        if found[clock]
-    }
+    """A family's line. "As alone": the requests that mlx-vlm's batch answers as mlx-vlm does one after another."""
+    same, steps = one.get("same", {}), one.get("steps", {})
+    seconds = one.get("seconds", {}).get(OURS, {}).get(clock)
 
     def ratio(way: str) -> str:
         found = ratio_over(way, one, clock)
         return "" if found is None else f"{found:.2f}"
 
-    def pair(key: str, form: str) -> str:
-        found = [steps.get(way, {}).get(key) for way in (OURS, THEIRS)]
-        return (
-            " / ".join(f"{one:{form}}" for one in found if one is not None)
-            if found[0] is not None
-            else ""
-        )
-
-    right = f"{same[THEIRS]} of {same[ALONE]}" if {THEIRS, ALONE} <= same.keys() else ""
+    right = f"{same[THEIRS]}/{same[ALONE]}" if {THEIRS, ALONE} <= same.keys() else ""
+    own = steps.get(OURS, {}).get("own_ms")
     cells = [
         ratio(THEIRS),
         right,
         ratio(ALONE),
-        *(f"{middle[way]:.3f}" if way in middle else "" for way in (OURS, THEIRS)),
+        f"{statistics.median(seconds):.3f}" if seconds else "",
+        "" if own is None else f"{own:.2f}",
     ]
-    cells += [
-        pair("operations", "d"),
-        pair("thread_ms", ".2f"),
-        pair("own_ms", ".2f"),
-        pair("other_threads_ms", ".2f"),
-    ]
-    cells.append(
-        textwrap.shorten(ended.replace("|", "/"), SHOWN_CHARACTERS, placeholder=" ...")
-    )
     return f"| {name} | {' | '.join(cells)} |"
+
+
+def ended(*runs: Mapping[str, Any]) -> list[str]:
+    """A line for each error that ended a way, with the families that it ended in these runs."""
+    names: dict[str, dict[str, None]] = {}
+    for families in runs:
+        for name, one in sorted(families.items()):
+            wrong = one.get("wrong", {})
+            error = wrong.get(OURS) or wrong.get(THEIRS) or one.get("error", "")
+            if error:
+                names.setdefault(_short(error), {})[name] = None
+    return [f"- {error}: {', '.join(of)}" for error, of in names.items()]
+
+
+def _short(error: str) -> str:
+    shown = error.replace("|", "/")
+    return textwrap.shorten(shown, SHOWN_CHARACTERS, placeholder=" ...")
 
 
 def summary(families: Mapping[str, Any], clock: str) -> str:
@@ -635,7 +635,8 @@ def main() -> None:
         args.clock,
         write,
     )
-    print(f"\n{table(found, args.clock)}\n{json.dumps(found['facts'])}")
+    lines = [table(found, args.clock), *ended(found["families"])]
+    print("\n" + "\n".join([*lines, json.dumps(found["facts"])]))
 
 
 def all_families() -> list[str]:

@@ -61,9 +61,10 @@ def render_families(page: str) -> str:
     begin, end = "<!-- families -->\n", "<!-- end families -->\n"
     head, rest = page.split(begin)
     _, tail = rest.split(end)
-    parts = []
+    parts, runs = [], []
     for kind, title in zip(KINDS, ("On a CPU", "On an NVIDIA GPU"), strict=True):
         if found := read_families(kind):
+            runs.append(found["families"])
             clock = found["clock"]
             machine, *versions = [
                 value if key == "machine" else f"{key} {value}"
@@ -76,6 +77,8 @@ def render_families(page: str) -> str:
             parts.append(
                 f"\n## {title}\n\n{said}\n\n{families.table(found, clock)}\n\n"
             )
+    errors = "\n".join(families.ended(*runs))
+    parts.append(f"\n## What ended a family's run\n\n{errors}\n\n")
     return f"{head}{begin}{''.join(parts)}{end}{tail}"
 
 

@@ -23,6 +23,7 @@ def table(record: Mapping[str, Any]) -> str:
     head = "| device | precision | models, the same to the last bit | with drafts | cannot be run, alone either | differ |"
     lines = [head, "|---|---|---|---|---|---|"]
     for device, found in sorted(record.items()):
+        above: list[str] = []
         for precision in PRECISIONS:
             cells = {
                 name: one[precision]
@@ -58,7 +59,11 @@ def table(record: Mapping[str, Any]) -> str:
                 for name, one in cells.items()
                 if not one["same"] and name not in unserved
             )
+            is_above = unserved != [] and unserved == above
+            above = unserved
             names = [", ".join(some) or "-" for some in (unserved, differ)]
+            if is_above:
+                names[0] = "as above"
             lines.append(
                 f"| {device} | {precision} | {same} of {len(cells)}{some_of} | {with_drafts} | {' | '.join(names)} |"
             )

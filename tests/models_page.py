@@ -19,7 +19,13 @@ from typing import Any
 
 from tests import test_drafts, upstream_page
 from tests.harness import TOLERANCE
-from tests.published_configurations import BY_CLASS, BY_DEFAULTS, LOADED, NOT_TRIED
+from tests.published_configurations import (
+    BY_CLASS,
+    BY_DEFAULTS,
+    LOADED,
+    NEEDS,
+    NOT_TRIED,
+)
 from tests.zoo import FAMILIES
 from vlm_batch.cli import facts
 from vlm_batch.cli.facts import FamilyFacts
@@ -40,6 +46,8 @@ PRECISIONS = {
     "8 bits": "8-bit",
     "4 bits": "4-bit",
 }
+#: What ``_reproducible`` says of a family that is so in all precisions on all devices.
+EVERYWHERE = "CPU all, GPU all"
 #: Precisions that the table shows, and their columns.
 SHOWN = {"bfloat16": "exact in bf16", "4 bits": "in 4 bits"}
 #: Outcomes of a scenario in mlx-vlm's batch generator.
@@ -110,13 +118,16 @@ the same request in `generate_step`: right is at most 1e-3 apart. `gemma4_expert
 
 DETAILS = """# Models in detail
 
-A section for each family of [the table](models.md): what a user of it must know. "Off by" is the largest difference
-of a log-probability from the same request alone, over all [verified scenarios](models.md#how-it-is-verified).
-"Reproducible" names the precisions in which `reproducible=True` was shown to give the request's own bits.
-"Published configuration tried" names a folder whose config.json was built as published; "by transformers' class" and
-"by mlx-vlm's class" say that the class's own values were, which are mostly those of a published model. Each was built
-at its full size, without memory for weights, and has an adapter; none was run. [Five folders' prompts](prompts.md) were
-compared with transformers', too. "Mended" are defects of mlx-vlm, by the names of [their reproductions](upstream.md).
+A section for each family of [the table](models.md): its limits, and what a user of it must know.
+
+- "Off by" is the largest difference of a log-probability from the same request alone, over all
+  [verified scenarios](models.md#how-it-is-verified). "Reproducible" names the precisions in which `reproducible=True`
+  was shown to give the request's own bits; where it is missing, all on both devices.
+- "Built" names a published folder whose config.json was built, or the class whose own values were: at full size,
+  without memory for weights. None was run. "No": mlx-vlm's class has no sizes of its own.
+- Where "mlx-vlm's batch" is missing, it was not measured.
+- "Mended" are [defects of mlx-vlm](upstream.md), by the names of their reproductions; `vlm-batch families NAME` says
+  them in words.
 
 """
 
@@ -278,30 +289,40 @@ def _outcomes() -> str:
 def _section(one: FamilyFacts) -> str:
     """Return a family's section of the details."""
     spec = one.spec
-    off = "" if one.largest is None else f", off by {_number(one.largest)}"
-    types = (
-        ""
-        if spec.model_types == (spec.family,)
-        else f"Model types {_types(spec.model_types)}. "
-    )
-    published = f"Published configuration tried: {_published(one.spec.family)}."
-    tests = f"{len(one.verified)} scenarios{off}. Reproducible: {_reproducible(one)}. {published}"
-    lines = [*_limits(one), *map(_plain, spec.notes), *_mended(one)]
-    head = f"{types}{tests} mlx-vlm's batch: {one.upstream}."
+    notes = [note for note in spec.notes if not _is_of_upstream(note)]
+    lines = [*_limits(one), *map(_plain, notes), *_mended(one)]
+    head = " ".join(_facts(one))
     return "\n".join(
         [f"## {spec.family}", "", head, "", *(f"- {line}" for line in lines)]
     ).strip()
 
 
+def _facts(one: FamilyFacts) -> list[str]:
+    """Return a family's sentences of one fact each, but for those that the page's head says of the rest."""
+    spec = one.spec
+    off = "" if one.largest is None else f", off by {_number(one.largest)}"
+    found = [f"{len(one.verified)} scenarios{off}."]
+    if spec.model_types != (spec.family,):
+        found.insert(0, f"Model types {_types(spec.model_types)}.")
+    reproducible = _reproducible(one)
+    if reproducible != EVERYWHERE:
+        found.append(f"Reproducible: {reproducible}.")
+    found.append(f"Built: {_published(spec.family)}.")
+    if one.upstream != facts.NOT_MEASURED:
+        found.append(f"mlx-vlm's batch: {one.upstream}.")
+    return found
+
+
 def _published(family: str) -> str:
     """Return which published configuration was tried (``tests/published_configurations.py``)."""
     if family in LOADED:
-        return f"yes ({LOADED[family]})"
+        return LOADED[family]
     if family in BY_CLASS:
-        return "by transformers' class"
+        return "transformers' class"
     if family in BY_DEFAULTS:
-        return "by mlx-vlm's class"
-    return f"no ({NOT_TRIED[family]})"
+        return "mlx-vlm's class"
+    why = NOT_TRIED[family]
+    return "no" if why == NEEDS else f"no ({why})"
 
 
 def _reproducible(one: FamilyFacts) -> str:
@@ -351,6 +372,12 @@ def _limits(one: FamilyFacts) -> list[str]:
             found.append(f"No {word}: {_plain(why)[:1].lower()}{_plain(why)[1:]}")
     found += [f"Refused on CUDA (`{names}`): {why}." for names, why in on_cuda(spec)]
     return found
+
+
+def _is_of_upstream(note: str) -> bool:
+    """Return whether all that a note names of mlx-vlm is shown in docs/upstream.md, which then says it."""
+    places = upstream_page.places_of_notes((note,))
+    return bool(places) and all(map(upstream_page.is_shown, places))
 
 
 def _plain(note: str) -> str:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.upstream_page import DOCS, NOT_SHOWN, cases, places_of_notes, render, shows
+from tests.upstream_page import (
+    DOCS,
+    NOT_SHOWN,
+    cases,
+    is_shown,
+    places_of_notes,
+    render,
+    shows,
+)
 from vlm_batch import families
 
 CASES = cases()
@@ -47,15 +55,6 @@ def test_places_are_lines_of_mlx_vlm() -> None:
 
 def test_every_place_that_a_note_names_is_shown() -> None:
     """What a note says of mlx-vlm (file.py:line) has a reproduction that names that part of the file, or a reason for none."""
-    shown = [place.rpartition(":") for one in CASES for place in one.places]
-
-    def is_shown(place: str) -> bool:
-        file, _, line = place.rpartition(":")
-        near = [
-            int(other) for name, _, other in shown if f"/{name}".endswith("/" + file)
-        ]
-        return any(abs(int(line) - other) <= 30 for other in near)
-
     missing = {
         place
         for spec in families()

@@ -72,23 +72,22 @@ NOT_SHOWN = {
 
 HEAD = """# Defects of mlx-vlm 0.7.10
 
-{cases} defects of mlx-vlm in {families} families, which the adapters mend or avoid. Each has a reproduction that runs
-against mlx-vlm alone, with tiny random models. It prints what mlx-vlm does, what is right, and the place of the cause:
+{cases} defects of mlx-vlm in {families} families. The adapters mend or avoid each: a row gets what is "right" here.
+Where an entry does not say, right is mlx-vlm's own answer to the same request alone. Each has a reproduction that runs
+against mlx-vlm alone, with tiny random models, and prints what mlx-vlm does, what is right, and the place:
 
 ```sh
 python docs/upstream/merged_keywords.py
 ```
 
-An entry names the families, the requests if it takes special ones ("Two texts:"), what mlx-vlm does, and what is
-right. Where it does not say, right is the answer that mlx-vlm itself gives to the same request alone. Evidence against
-transformers is in `tests/references`: recorded answers of the same weights, which `tests/test_zoo.py` compares.
-
-`tests/test_upstream.py` runs every reproduction. When mlx-vlm corrects a defect, its test fails, and the reproduction
-and the adapter's patch can go. Places are file and line of 0.7.10, in `mlx_vlm/models` or `mlx_vlm`. The files share
-[tiny.py](upstream/tiny.py), which builds the models of [configs.json](upstream/configs.json). This page is made of their
-docstrings: `python -m tests.upstream_page`.
+An entry names families, the requests if it takes special ones ("Two texts:"), the defect, the reproduction, and the
+file and line in `mlx_vlm/models` or `mlx_vlm`. The files share [tiny.py](upstream/tiny.py), which builds the models of
+[configs.json](upstream/configs.json). Transformers' answers to the same weights are in `tests/references`.
+`tests/test_upstream.py` fails when mlx-vlm corrects a defect: then its reproduction and the adapter's patch can go.
 
 """
+#: Lines between a note's place and a reproduction's that are of one part of a file.
+NEAR = 30
 ALIKE = re.compile(r"As (\w+)(?: \(.*\))?\.")
 
 
@@ -113,22 +112,32 @@ def shows(found: Any, right: Any) -> bool:
     return bool(sys.modules["tiny"].shows(found, right))
 
 
+def is_shown(place: str) -> bool:
+    """Whether a reproduction names that part of the file "file.py:line"."""
+    file, _, line = place.rpartition(":")
+    lines = [
+        int(other)
+        for name, _, other in _shown_places()
+        if f"/{name}".endswith("/" + file)
+    ]
+    return any(abs(int(line) - other) <= NEAR for other in lines)
+
+
+def _shown_places() -> list[tuple[str, str, str]]:
+    return [place.rpartition(":") for one in cases() for place in one.places]
+
+
 def render() -> str:
     """Return the page."""
     families = {family for one in cases() for family in one.families}
-    parts = [
-        HEAD.format(cases=len(cases()), families=len(families)).rstrip(),
-        "",
-        *_causes(),
-    ]
+    head = HEAD.format(cases=len(cases()), families=len(families))
+    parts = [head.rstrip(), ""]
     for name, module in modules().items():
         title, _, rest = inspect.cleandoc(module.__doc__).partition("\n")
         parts += [f"## {title.rstrip('.')}", "", f"[{name}.py](upstream/{name}.py)", ""]
         parts += [rest.strip(), ""] if rest.strip() else []
         parts += [*_entries(_cases_of(name)), ""]
-    parts += ["## Of MLX itself", "", *_of_mlx(), ""]
-    parts += ["## Known, and not shown", ""]
-    parts += [f"- {why}.\n  `{place}`" for place, why in NOT_SHOWN.items()]
+    parts += ["## Of MLX itself", "", *_of_mlx()]
     return re.sub(r"(?<!`)``(?!`)", "`", "\n".join(parts)) + "\n"
 
 
@@ -137,24 +146,6 @@ def _of_mlx() -> list[str]:
     path = FOLDER / "exponentials.py"
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return [f"[{path.name}](upstream/{path.name})", "", said.strip()]
-
-
-def _causes() -> list[str]:
-    """Return the table of causes, each with a link to its section."""
-    rows = ["| cause | defects | families |", "|---|---|---|"]
-    for name, module in modules().items():
-        title = inspect.cleandoc(module.__doc__).partition("\n")[0].rstrip(".")
-        found = _cases_of(name)
-        families = {family for one in found for family in one.families}
-        rows.append(
-            f"| [{title}](#{_anchor(title)}) | {len(found)} | {len(families)} |"
-        )
-    return [*rows, ""]
-
-
-def _anchor(title: str) -> str:
-    """Return the name under which a page is entered at a heading, on the site and on GitHub."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _cases_of(file: str) -> list[Any]:

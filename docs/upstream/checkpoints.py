@@ -154,8 +154,9 @@ def base_of(family):
     at="models/idefics2/config.py:31 models/idefics3/config.py:15 models/mllama/config.py:20 models/glm4v/config.py:19",
 )
 def rope_parameters():
-    """transformers 5 writes the base of rotary positions into ``rope_parameters``, where nobody looks: the class's
-    default is taken, in silence. Some twenty further families refuse the folder."""
+    """transformers 5 writes the base of rotary positions into ``rope_parameters``, where nobody looks: the class's default
+    is taken. Some twenty further families refuse the folder.
+    """
     families = ("idefics2", "idefics3", "mllama", "glm4v")
     return [base_of(family) for family in families], [123.0] * len(families)
 
@@ -199,8 +200,9 @@ def llama4_placeholders():
     at="models/llama4/processing_llama4.py:67 models/llama4/processing_llama4.py:206",
 )
 def llama4_tiles():
-    """The whole picture that stands behind several tiles has placeholders and no pixels. Right (transformers,
-    image_processing_llama4.py): as many tiles as the prompt has room for, undistorted, from grids of up to 16."""
+    """The whole picture behind several tiles has placeholders and no pixels. Right (transformers,
+    image_processing_llama4.py): as many tiles as the prompt has room for, undistorted, from grids of up to 16.
+    """
     from mlx_vlm.models.llama4.processing_llama4 import Llama4ImageProcessor
 
     pictures = Llama4ImageProcessor(size=16).preprocess([Image.new("RGB", (32, 16))])

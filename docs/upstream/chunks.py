@@ -123,9 +123,9 @@ def unlimited_ocr():
     at="models/deepseek_v4/language.py:403 models/deepseek_v4/language.py:857",
 )
 def deepseek_v4_pools():
-    """A pool is made of its four tokens and of the four before, which are forgotten at the end of every chunk, at every
-    decoded token, and in prompts of up to eight tokens, which run token by token. Right (transformers,
-    modeling_deepseek_v4.py, update_overlap_state): the same whatever cuts the two apart.
+    """A pool is made of its four tokens and the four before. Those are forgotten after every chunk and every decoded token,
+    and in prompts of up to eight tokens. Right (transformers, modeling_deepseek_v4.py, update_overlap_state): the same
+    whatever cuts the two apart.
     """
     language, ids = tiny("deepseek_v4").language_model, text(6, 44)["input_ids"]
     return logits_in_chunks(language, ids, 11), logits_in_chunks(language, ids, 44)

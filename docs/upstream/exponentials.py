@@ -1,18 +1,15 @@
 """Exponentials of MLX's x86 wheel take 20 to 50 times as long as numpy's.
 
-mlx 0.32.4 (PyPI's mlx-cpu for Linux x86_64), `mx.exp` of float32: 11 to 25 ns a number on an AMD EPYC, 84 to 88 on an Intel
-Xeon; numpy's takes 0.5 and 3.7. With it softmax, logsumexp, sigmoid, erf, and by the same cause sin and cos, and so SiLU, GELU
-and attention. The cause is not the polynomial (mlx/backend/cpu/simd/math.h) but how it is built:
+mlx 0.32.4 (PyPI's mlx-cpu), `mx.exp` of float32: 11 to 25 ns a number on an AMD EPYC, 84 to 88 on an Intel Xeon; numpy's takes
+0.5 and 3.7. Softmax, logsumexp, sigmoid, erf, sin, cos, SiLU, GELU and attention are slow by the same cause:
 
 1. `max_size` is 1 on x86 (simd/base_simd.h), so a loop handles one number at a time.
-2. `fma` is `std::fma`. The wheel is built for x86-64 without FMA: libmlx.so has 221 calls of `fmaf@plt` and no `vfmadd`.
-   A call is one instruction where the C library has found FMA; where not it is emulated:
-   `GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX2,-FMA` takes 488 ns a number on the Xeon.
-3. The numbers wait in memory across each call (of the time 54 % is in `__fmaf_fma3`, 39 % in `simd::exp<float, 1>`).
+2. The wheel is built without FMA, so `std::fma` is a call: libmlx.so has 221 calls of `fmaf@plt` and no `vfmadd`. Where the
+   C library finds no FMA it emulates it: `GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX2,-FMA` takes 488 ns a number on the Xeon.
+3. The numbers wait in memory across each call (54 % of the time is in `__fmaf_fma3`, 39 % in `simd::exp<float, 1>`).
 
-Right: vectors of 8 or 16 numbers, as on arm64 (a base of Simd<float, 8> by compilers' vector extensions, chosen by cpuid or
-function multiversioning), or at least multiply and add in place of `fma` where the build has no FMA. arm64 and Metal are not
-concerned.
+Right: vectors of 8 or 16 numbers, as on arm64, or at least multiply and add where the build has no FMA. arm64 and Metal are
+not concerned.
 """
 
 import shutil

@@ -101,9 +101,8 @@ def qwen3_vl_moe_deepstack():
 
 @case("qwen3_vl", at="generate/ar.py:843")
 def qwen3_vl_text_and_picture():
-    """A row without a keyword adds nothing to it: ``visual_pos_masks`` has fewer rows than the batch.
-
-    What is read of a row that is missing is whatever the memory holds. Right: a row for each request.
+    """A row without a keyword adds nothing to it: ``visual_pos_masks`` has fewer rows than the batch, and memory is read for
+    the missing one. Right: a row for each request.
     """
     return merged("visual_pos_masks", None, (1, 7)), [2, 7]
 

@@ -113,10 +113,8 @@ def deepseek_vl_v2_rotation():
 
 @case("ernie4_5_moe_vl", at="models/ernie4_5_moe_vl/ernie4_5_moe_vl.py:253")
 def ernie4_5_moe_vl_experts():
-    """In generate, a picture's tokens go to the text experts.
-
-    Token types are made in ``Model.__call__`` only. Right (transformers, and the publisher's training code): a
-    picture's tokens, its start and end included, to the picture experts.
+    """In generate, a picture's tokens go to the text experts: token types are made in ``Model.__call__`` only. Right
+    (transformers, the publisher's training code): to the picture experts, start and end included.
     """
     request = pictures(1, (4, 4), length=48)
     model = tiny("ernie4_5_moe_vl")
@@ -368,8 +366,8 @@ def molmo_point_mask():
 
 @case("molmo_point", at="models/molmo_point/molmo_point.py:711")
 def molmo_point_first_token():
-    """The first token may be one of those that stand for a patch, a part or a place in general, whose logits later steps
-    give to points. Right (the published forward of MolmoPointForConditionalGeneration): never, in an answer to a picture.
+    """The first token may be one of those that stand for a patch, a part or a place in general. Right (the published
+    MolmoPointForConditionalGeneration): never, in an answer to a picture.
     """
     logprobs = first_logprobs(tiny("molmo_point"), point_at(1))
     return np.exp(logprobs[171:174]), [0.0, 0.0, 0.0]
@@ -377,8 +375,8 @@ def molmo_point_first_token():
 
 @case("molmo_point", at="models/molmo_point/molmo_point.py:653")
 def molmo_point_chunks():
-    """The keys of patches are made of the prompt's first chunk, at places that may lie in later ones: what is read there is
-    whatever the memory holds. Shown: how many places lie outside of the hidden states that keys are made of. Right: none.
+    """The keys of patches are made of the prompt's first chunk, also at positions of later ones, where memory holds
+    anything. Shown: how many positions lie outside. Right: none.
     """
     model, chunk = tiny("molmo_point"), 4
     attempt(lambda: alone(model, point_at(1), 12, prefill_step_size=chunk))
@@ -429,8 +427,8 @@ def deepseek_v4_indexer():
 
 @case("deepseek_v41", at="models/deepseek_v41/language.py:1282")
 def deepseek_v41_tables():
-    """Without the map of the n-grams' tokens (no engram_token_map.json and no tokenizer.json beside the weights), the answer
-    is that of a model without its tables, and nothing is said. Right: an error, or the tables.
+    """Without the map of the n-grams' tokens (engram_token_map.json, or tokenizer.json beside the weights), the answer is
+    that of a model without its tables, in silence. Right: an error, or the tables.
     """
     from mlx_vlm.models.deepseek_v41.engram import NgramHashState
 

@@ -34,8 +34,8 @@ def falcon_perception():
     at="models/qwen4_exp/language.py:1872 models/qwen4_exp/language.py:1113",
 )
 def qwen4_exp():
-    """Once any row of a batch is padded, every row's new tokens attend to all keys: the blocks that the indexer has picked
-    are put into no mask there. Beyond the indexer's budget (2,048 tokens as published) both rows get other answers.
+    """Once any row of a batch is padded, new tokens of all rows attend to all keys: the indexer's blocks are put into no
+    mask. Beyond its budget (2,048 tokens as published) answers differ.
     """
     return together_and_alone("qwen4_exp", SHORT, LONG)
 

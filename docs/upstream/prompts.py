@@ -58,8 +58,9 @@ def user(text: str) -> list[dict]:
     at="utils.py:2356",
 )
 def two_beginnings():
-    """A template that writes the beginning, and a tokenizer that adds one: the prompt has two, in every family but five, and in
-    these where the template lies on the tokenizer. Right (transformers, processing_utils.py:2402): the template's own."""
+    """Where template and tokenizer both write a beginning, the prompt has two, in every family but five, and in these where
+    the template lies on the tokenizer. Right (transformers, processing_utils.py:2402): the template's own.
+    """
     processor = tokenizer("{{ bos_token }} " + PARTS, "<s> $A")
     text = get_chat_template(processor, user("hello"), add_generation_prompt=True)
     adds = should_add_special_tokens("mllama", processor)
@@ -149,8 +150,9 @@ def what_a_turn_says_beside_its_words():
 
 @case("qwen3_vl", "gemma3", "mistral3", at="utils.py:841")
 def ends_of_the_decoder():
-    """Where config.json says no ``eos_token_id``, its text_config does, and there is no generation_config.json, an answer
-    ends at the tokenizer's alone. Right (transformers, GenerationConfig.from_model_config): at the decoder's, too."""
+    """Where only config.json's text_config says an ``eos_token_id``, and there is no generation_config.json, an answer ends
+    at the tokenizer's alone. Right (transformers, GenerationConfig.from_model_config): at the decoder's, too.
+    """
     config = SimpleNamespace(
         eos_token_id=None, text_config=SimpleNamespace(eos_token_id=7)
     )

@@ -109,9 +109,8 @@ def multi_modality():
 
 @case("fastvlm", at="models/fastvlm/fastvlm.py:128")
 def fastvlm():
-    """Text between two pictures is cut one id too late.
-
-    Word 5 comes before the second picture's features and not after. Ids stand for features.
+    """Text between two pictures is cut one id too late: word 5 comes before the second picture's features. Ids stand for
+    features.
     """
     from mlx_vlm.models.fastvlm.fastvlm import Model
 

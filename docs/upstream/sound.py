@@ -183,8 +183,9 @@ def made_to_fit():
 
 @case("minicpmo", at="models/minicpmo/audio.py:174")
 def seconds_to_come():
-    """Every state of the encoder sees the whole recording: ``audio_chunk_length`` is not read. In the published model it sees
-    its own second and those before, as if there were no more (MiniCPM-o 4.5, modeling_minicpmo.py, get_audio_embedding)."""
+    """Every state of the encoder sees the whole recording: ``audio_chunk_length`` is not read. Right (MiniCPM-o 4.5,
+    modeling_minicpmo.py, get_audio_embedding): its own second and those before.
+    """
     sizes = {
         "d_model": 16,
         "encoder_layers": 1,
@@ -199,8 +200,8 @@ def seconds_to_come():
 
 @case("minicpmo", at="models/minicpmo/processing_minicpmo.py:588")
 def half_a_minute_and_no_more():
-    """A recording is cut after 30 s. Right (the published processor): it is cut into pieces of 30 s, and all of them are
-    heard. A second has a hundred frames.
+    """A recording is cut after 30 s. Right (the published processor): all of it is heard, in pieces of 30 s. A second has a
+    hundred frames.
     """
     marks = SimpleNamespace(audio_start="<a>", audio_end="</a>")
     processor = bare(
@@ -242,8 +243,8 @@ def as_many_as_fit():
 
 @case("phi4mm", at="models/phi4mm/phi4mm.py:83")
 def the_adapter_of_the_request_before():
-    """A request changes the whole model's weights to those with its adapter, and a text leaves them so. Right (the
-    published modeling_phi4mm.py, forward): a text has no adapter. The weight of 1 is 1.5 with the adapter for speech.
+    """A request changes the whole model's weights to those with its adapter, and a text leaves them so. Right (the published
+    modeling_phi4mm.py, forward): a text has no adapter. The weight of 1 is 1.5 with that for speech.
     """
     one, model = mx.ones((1, 1)), dict.__new__(phi4mm.Model)
     table = SimpleNamespace(

@@ -75,9 +75,8 @@ def qwen2_5_vl_windows():
     at="models/base.py:570 models/deepseekocr/vision.py:132",
 )
 def deepseekocr_clip_positions():
-    """For crops of 640 pixels CLIP's table of 16 x 16 positions is resized to 10 x 10 along the wrong axes, and scrambled.
-
-    Right (deepencoder.py, `get_abs_pos`, bicubic): a table whose n-th feature is n everywhere stays that.
+    """For crops of 640 pixels CLIP's positions (16 x 16) are resized along the wrong axes, and scrambled. Right
+    (deepencoder.py, ``get_abs_pos``, bicubic): a table whose n-th feature is n everywhere stays that.
     """
     from mlx_vlm.models.deepseekocr.config import VisionConfig
     from mlx_vlm.models.deepseekocr.vision import VisionEmbeddings
@@ -93,8 +92,8 @@ def deepseekocr_clip_positions():
     "deepseekocr", "deepseekocr_2", "unlimited_ocr", at="models/deepseekocr/sam.py:431"
 )
 def deepseekocr_sam_positions():
-    """Crops of 640 pixels have 79 of SAM's 127 relative positions, which are read from the first on in steps of 127 / 79.
-    Right (torch, mode linear): half a step later, so that no distance stays no distance.
+    """For crops of 640 pixels 79 of SAM's 127 relative positions are read from the first on in steps of 127 / 79. Right
+    (torch, mode linear): half a step later, so that no distance stays no distance.
     """
     from mlx_vlm.models.deepseekocr.sam import get_rel_pos
 
@@ -163,9 +162,8 @@ def hunyuan_vl_positions():
 
 @case("phi4_siglip", at="models/phi4_siglip/vision.py:87")
 def phi4_siglip_positions():
-    """SigLIP 2's table of 3 x 3 positions for a picture of 2 x 2 patches is resized bicubically.
-
-    Right (transformers, Siglip2VisionEmbeddings): bilinearly with antialiasing, so that a corner has 9/16 of its own.
+    """SigLIP 2's 3 x 3 positions are resized to 2 x 2 bicubically. Right (transformers, Siglip2VisionEmbeddings): bilinearly
+    with antialiasing, so that a corner has 9/16 of its own.
     """
     from mlx_vlm.models.phi4_siglip.vision import VisionEmbeddings
 

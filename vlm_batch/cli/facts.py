@@ -26,6 +26,8 @@ TWO_IMAGES = "two_images_in_a_row"
 #: Scenario -> the ability that it shows.
 PREFIX_REUSE, QUANTISED_KV = "prefix_hits", "kv_8_bits"
 NOT_RECORDED = "not recorded yet"
+#: Of what mlx-vlm's own batch does with a family.
+NOT_MEASURED = "not measured"
 UNKNOWN = "?"
 TAKES = "it takes"
 #: What families take whose requests have fewer than two pictures.
@@ -103,7 +105,7 @@ class FamilyFacts:
 
     @property
     def upstream(self) -> str:
-        found: str = upstream()["in_words"].get(self.spec.family, "not measured")
+        found: str = upstream()["in_words"].get(self.spec.family, NOT_MEASURED)
         return found
 
     def as_json(self) -> dict[str, Any]:
