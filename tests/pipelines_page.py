@@ -10,7 +10,7 @@ from vlm_batch import families
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
 CLIENTS_HEAD = "| client | requests, all answered |\n|---|---|\n"
-TOKENS_HEAD = "| family | token | why |\n|---|---|---|\n"
+TOKENS_HEAD = "| family | token |\n|---|---|\n"
 
 
 def clients() -> str:
@@ -23,19 +23,15 @@ def clients() -> str:
 
 def tokens() -> str:
     rows = [
-        f"| {spec.family} | `{_cell(word)}` | {_cell(source)} |"
+        f"| {spec.family} | `{_cell(word)}` |"
         for spec in families()
-        for word, source in spec.special_tokens
+        for word, _ in spec.special_tokens
     ]
     return TOKENS_HEAD + "\n".join(rows) + "\n"
 
 
 def _cell(text: str) -> str:
-    return (
-        text.replace("|", "\\|").replace("<", "&lt;")
-        if " " in text
-        else text.replace("|", "\\|")
-    )
+    return text.replace("|", "\\|")
 
 
 def tables(page: str) -> str:

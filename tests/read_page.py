@@ -10,7 +10,9 @@ from vlm_batch.jobs.publishers import PUBLISHERS, Publisher
 
 PAGE = Path(__file__).parent.parent / "docs" / "read-documents.md"
 _PLACE = re.compile(r"(<!-- publishers -->\n).*?(<!-- /publishers -->)", re.DOTALL)
-_HEAD = "| models whose names hold | tasks, the default first | settings |\n|---|---|---|\n"
+_HEAD = (
+    "| models whose names hold | tasks, the default first | settings |\n|---|---|---|\n"
+)
 
 
 _BOXES = re.compile(r"(<!-- boxes -->\n).*?(<!-- /boxes -->)", re.DOTALL)

@@ -67,27 +67,30 @@ def field_status(model: type[Common]) -> dict[str, str]:
 
 
 def table() -> str:
-    """Every field that is known of, and what becomes of it at each endpoint."""
+    """Every field that is known of, and what becomes of it at each endpoint: rows, then those without a word of their own."""
     chat, text = field_status(ChatRequest), field_status(CompletionRequest)
-    rows = []
+    rows: list[str] = []
+    others: dict[str, list[str]] = {"nothing": [], "refused": []}
     for name in sorted({*chat, *text}.union(*OTHERS.values())):
-        known = ", ".join(server for server, fields in OTHERS.items() if name in fields)
+        at_chat, at_text = chat.get(name, "refused"), text.get(name, "refused")
         why = REFUSED.get(name, "")
-        rows.append(
-            f"| `{name}` | {known} | {chat.get(name, 'refused')} | {text.get(name, 'refused')} | {why} |"
-        )
-    return HEAD + "\n".join(rows) + "\n"
+        if at_chat in others and at_chat == at_text and not why:
+            others[at_chat].append(f"`{name}`")
+            continue
+        known = ", ".join(server for server, fields in OTHERS.items() if name in fields)
+        rows.append(f"| `{name}` | {known} | {at_chat} | {at_text} | {why} |")
+    lists = [
+        f"\n**{word.capitalize()} at both:** {', '.join(names)}.\n"
+        for word, names in others.items()
+    ]
+    return HEAD + "\n".join(rows) + "\n" + "".join(lists)
 
 
 def write() -> None:
     """Put the table into the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    if "\nFIELDS\n" in page:
-        before, after = page.split("FIELDS\n")
-    else:
-        before, rest = page.split(HEAD)
-        after = rest[rest.index("\n\n") + 1 :]
-    PAGE.write_text(before + table() + after, encoding="utf-8")
+    before, rest = PAGE.read_text(encoding="utf-8").split(HEAD)
+    _, end, after = rest.partition("\n## Errors\n")
+    PAGE.write_text(before + table() + end + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
