@@ -65,7 +65,7 @@ The {count} families that vlm_batch batches. A family's name leads to its limits
 
 """
 
-COLUMNS = """- **pictures, videos, audio**: media that a request may bring; `no` is refused at `submit`, with the reason.
+COLUMNS = """- **takes**: media that a request may bring beside text. Others are refused at `submit`, with the reason.
 - **exact in bf16, in 4 bits**: devices on which `reproducible=True` was shown to give the request's own bits. An empty
   cell was not shown or does not hold. The [details](models-details.md) have other precisions, and the defects of mlx-vlm
   that are mended.
@@ -174,9 +174,7 @@ def render_details(known: Sequence[FamilyFacts]) -> str:
 def _abilities(known: Sequence[FamilyFacts]) -> str:
     columns = (
         "family",
-        "pictures",
-        "videos",
-        "audio",
+        "takes",
         *SHOWN.values(),
         "notes",
     )
@@ -185,10 +183,6 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
     for one in known:
         spec = one.spec
         name = f"[{spec.family}](models-details.md#{spec.family})"
-        media = (
-            one.pictures,
-            *("yes" if taken else "no" for taken in (spec.video, spec.audio)),
-        )
         same = [
             [device for device, cells in exact.items() if _is_same(one, cells, kind)]
             for kind in SHOWN
@@ -200,12 +194,24 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
         rows.append(
             (
                 name,
-                *media,
+                _media(one),
                 *bits,
                 _short_notes(one),
             )
         )
     return _table(columns, rows)
+
+
+def _media(one: FamilyFacts) -> str:
+    """Return the media that a family's requests may bring."""
+    pictures = {"one": "one picture", "several": "pictures"}
+    taken = {
+        pictures.get(one.pictures, ""): True,
+        "videos": one.spec.video,
+        "audio": one.spec.audio,
+    }
+    named = [kind for kind, is_taken in taken.items() if kind and is_taken]
+    return ", ".join(named) or "text"
 
 
 def _short_notes(one: FamilyFacts) -> str:

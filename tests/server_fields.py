@@ -14,7 +14,10 @@ from vlm_batch.server.doors.completions import CompletionRequest
 from vlm_batch.server.openai import REFUSED, Common
 
 PAGE = Path(__file__).parent.parent / "docs" / "server-fields.md"
-HEAD = "| field | a chat's for | `/v1/chat/completions` | `/v1/completions` | why |\n| --- | --- | --- | --- | --- |\n"
+HEAD = (
+    "| field | `/v1/chat/completions` | `/v1/completions` | why |\n"
+    "| --- | --- | --- | --- |\n"
+)
 #: Fields of a chat in vLLM (chat_completion/protocol.py at 002032e).
 OF_VLLM = frozenset({
     "messages", "model", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "max_tokens",
@@ -47,13 +50,13 @@ OF_LLAMA_CPP = frozenset({
     "reasoning_control", "thinking_budget_tokens", "add_generation_prompt", "continue_final_message", "echo",
     "logprobs", "top_logprobs", "reasoning_effort", "sse_ping_interval",
 })  # fmt: skip
-#: Servers -> the fields of their chats.
-OTHERS = {
-    "OpenAI": frozenset({*OfOpenAI.__annotations__, "stream"}),
-    "vLLM": OF_VLLM,
-    "llama.cpp": OF_LLAMA_CPP,
-    "mlx-vlm": frozenset(OfMlxVlm.model_fields),
-}
+#: Fields of chats in OpenAI's API and in other servers.
+OF_OTHERS = (
+    OF_VLLM
+    | OF_LLAMA_CPP
+    | {*OfOpenAI.__annotations__, "stream"}
+    | {*OfMlxVlm.model_fields}
+)
 
 
 def field_status(model: type[Common]) -> dict[str, str]:
@@ -71,14 +74,13 @@ def table() -> str:
     chat, text = field_status(ChatRequest), field_status(CompletionRequest)
     rows: list[str] = []
     others: dict[str, list[str]] = {"nothing": [], "refused": []}
-    for name in sorted({*chat, *text}.union(*OTHERS.values())):
+    for name in sorted({*chat, *text} | OF_OTHERS):
         at_chat, at_text = chat.get(name, "refused"), text.get(name, "refused")
         why = REFUSED.get(name, "")
         if at_chat in others and at_chat == at_text and not why:
             others[at_chat].append(f"`{name}`")
             continue
-        known = ", ".join(server for server, fields in OTHERS.items() if name in fields)
-        rows.append(f"| `{name}` | {known} | {at_chat} | {at_text} | {why} |")
+        rows.append(f"| `{name}` | {at_chat} | {at_text} | {why} |")
     lists = [
         f"\n**{word.capitalize()} at both:** {', '.join(names)}.\n"
         for word, names in others.items()
