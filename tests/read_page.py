@@ -26,7 +26,7 @@ def render(page: str) -> str:
     for name, form in BOX_FORMS.items():
         scale = "pixels of the picture that the model sees"
         if form.canvas is not None:
-            scale = "parts of a canvas of {} x {}, in whose middle the page is".format(
+            scale = "parts of a canvas of {} x {}, centred on the page".format(
                 *form.canvas
             )
         elif form.scale is not None:
