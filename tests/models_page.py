@@ -69,51 +69,37 @@ LONGEST_ROW, WIDTH = 200, 120
 HEAD = """# Models
 
 The {count} families that vlm_batch batches. A family's name leads to its limits and to what differs from mlx-vlm.
-`vlm-batch families` lists them, too, `vlm-batch families NAME` prints all about one, and `--json` is for programs.
+`vlm-batch families` lists them, too, and `vlm-batch families NAME` prints all about one (`--json` for programs).
 
 """
 
-COLUMNS = """- **pictures, videos, audio**: media that a request may bring; `no` is refused at `submit`, with the reason.
-- **exact in bf16, in 4 bits**: devices on which `reproducible=True` was shown to give the request's own bits in that
-  precision: CPU, GPU or both. An empty cell was not shown or does not hold: [exactness](exactness.md) says which, and
-  the [details](models-details.md) have float32, float16 and 8 bits.
-- **drafts**: whether a row can check several drafted tokens in one step.
-- **prefix cache**: whether a request goes on from the keys and values of an earlier one that began alike.
-- **notes**: other values of `model_type` that load as this family; what it cannot do; how many defects of mlx-vlm it
-  mends.
+COLUMNS = """- **takes**: media that a request may bring beside text. Others are refused at `submit`, with the reason.
+- **exact in bf16, in 4 bits**: devices on which `reproducible=True` was shown to give the request's own bits. An empty
+  cell was not shown or does not hold. The [details](models-details.md) have other precisions, and the defects of mlx-vlm
+  that are mended.
+- **notes**: other values of `model_type`; what the family cannot do. All others have drafts (a row can check several
+  drafted tokens in one step) and the prefix cache (a request goes on from an earlier one that began alike).
 
 """
 
 VERIFIED = """## How it is verified
 
 A scenario is a set of requests that come and go at given steps. The tests run up to {scenarios} scenarios on a tiny
-random model of each family, made of mlx-vlm's own classes, in float32 on a CPU, with both layouts of the decode state. They
-compare each request with the same request alone: every token is equal, and no log-probability of the whole vocabulary
-differs by more than {tolerance:g} at any step. The largest difference of a family ("off by" in the
-[details](models-details.md)) is rounding. A wrong position, mask or picture moves log-probabilities by more than
-1e-2: `tests/test_mutations.py` breaks each on purpose. Recorded with mlx-vlm {mlx_vlm}.
-
-On one H200 (CUDA, float32 without TF32) 140 cases of the first nine families and two relatives passed, compiled
-decode steps among them. The largest difference was 5e-5.
+random model of each family, in float32 on a CPU. They compare each request with the same request alone: every token is
+equal, and no log-probability of the whole vocabulary differs by more than {tolerance:g} at any step. A wrong position, mask
+or picture moves them by more than 1e-2: `tests/test_mutations.py` breaks each on purpose. Recorded with mlx-vlm {mlx_vlm}.
+On one H200 (CUDA, float32 without TF32) 140 cases of nine families and two relatives passed.
 
 "Alone" is mlx-vlm's own path for one request. Where that path is wrong, the adapter mends it: the
-[details](models-details.md) say what, [each defect](upstream.md) has a reproduction, and the evidence stands beside
-each oracle in `tests/zoo/`.
+[details](models-details.md) say what, and [each defect](upstream.md) has a reproduction.
 """
 
 UPSTREAM = """## The same scenarios in mlx-vlm
 
-The outcome of {models} models in the batch generator of mlx-vlm {version}: **{clean} are right in every scenario**
-that was measured. "Right" compares with mlx-vlm's own answer alone, which can differ from the published model's. The
-[details](models-details.md) have each family's outcome.
+The outcome of {models} tiny models in the batch generator of mlx-vlm {version}, fed as its server feeds it, in float32 on a
+Linux CPU: **{clean} are right in every scenario** that was measured. "Right" is at most 1e-3 from mlx-vlm's own answer
+alone (the log-probabilities of 12 greedy tokens). The [details](models-details.md) have each family's outcome.
 
-"""
-
-MEASURED = """
-
-How it was measured: `mlx_vlm.generate.ar.BatchGenerator`, fed as mlx-vlm's server feeds it, with tiny random models
-of mlx-vlm's classes, in float32 on a Linux CPU. The log-probabilities of 12 greedy tokens are compared with those of
-the same request in `generate_step`: right is at most 1e-3 apart. `gemma4_experts` was measured without its experts.
 """
 
 DETAILS = """# Models in detail
@@ -179,7 +165,7 @@ def render(known: Sequence[FamilyFacts], record: Mapping[str, Any]) -> str:
         COLUMNS,
         _not_batched(),
         verified,
-        upstream + _outcomes() + MEASURED,
+        upstream + _outcomes(),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -193,12 +179,8 @@ def render_details(known: Sequence[FamilyFacts]) -> str:
 def _abilities(known: Sequence[FamilyFacts]) -> str:
     columns = (
         "family",
-        "pictures",
-        "videos",
-        "audio",
+        "takes",
         *SHOWN.values(),
-        "drafts",
-        "prefix cache",
         "notes",
     )
     exact = _exact()
@@ -206,10 +188,6 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
     for one in known:
         spec = one.spec
         name = f"[{spec.family}](models-details.md#{spec.family})"
-        media = (
-            one.pictures,
-            *("yes" if taken else "no" for taken in (spec.video, spec.audio)),
-        )
         same = [
             [device for device, cells in exact.items() if _is_same(one, cells, kind)]
             for kind in SHOWN
@@ -221,34 +199,39 @@ def _abilities(known: Sequence[FamilyFacts]) -> str:
         rows.append(
             (
                 name,
-                *media,
+                _media(one),
                 *bits,
-                _drafts(one),
-                _short(one.cell(facts.PREFIX_REUSE)),
                 _short_notes(one),
             )
         )
     return _table(columns, rows)
 
 
-def _drafts(one: FamilyFacts) -> str:
-    """Return whether a family's rows have drafts."""
-    return "no" if set(one.models) <= test_drafts.OTHERS else "yes"
+def _media(one: FamilyFacts) -> str:
+    """Return the media that a family's requests may bring."""
+    pictures = {"one": "one picture", "several": "pictures"}
+    taken = {
+        pictures.get(one.pictures, ""): True,
+        "videos": one.spec.video,
+        "audio": one.spec.audio,
+    }
+    named = [kind for kind, is_taken in taken.items() if kind and is_taken]
+    return ", ".join(named) or "text"
 
 
 def _short_notes(one: FamilyFacts) -> str:
     """Return what the table says of a family beside its columns."""
     spec = one.spec
     others = [f"`{name}`" for name in spec.model_types if name != spec.family]
-    mended = sum(spec.family in case.families for case in upstream_page.cases())
     said = [
         f"also {', '.join(others)}" if others else "",
         "" if spec.chunked_prefill else "prompts in one piece",
-        "no KV in few bits" if _short(one.cell(facts.QUANTISED_KV)) == "no" else "",
+        "no drafts" if set(one.models) <= test_drafts.OTHERS else "",
+        "no prefix cache" if _lacks(one.cell(facts.PREFIX_REUSE)) else "",
+        "no KV in few bits" if _lacks(one.cell(facts.QUANTISED_KV)) else "",
         "not on CUDA"
         if {name for name, _ in spec.not_on_cuda} >= set(spec.model_types)
         else "",
-        f"{mended} mended" if mended else "",
     ]
     return "; ".join(part for part in said if part)
 
@@ -443,10 +426,9 @@ def _types(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _short(cell: float | str) -> str:
-    return (
-        "yes" if isinstance(cell, float) else "" if cell == facts.NOT_RECORDED else "no"
-    )
+def _lacks(cell: float | str) -> bool:
+    """Return whether a scenario does not apply to a family."""
+    return isinstance(cell, str) and cell != facts.NOT_RECORDED
 
 
 def _number(difference: float) -> str:

@@ -10,13 +10,13 @@ from vlm_batch.jobs.publishers import PUBLISHERS, Publisher
 
 PAGE = Path(__file__).parent.parent / "docs" / "read-documents.md"
 _PLACE = re.compile(r"(<!-- publishers -->\n).*?(<!-- /publishers -->)", re.DOTALL)
-_HEAD = "| models whose names hold | tasks, the default first | settings | source |\n|---|---|---|---|\n"
+_HEAD = (
+    "| models whose names hold | tasks, the default first | settings |\n|---|---|---|\n"
+)
 
 
 _BOXES = re.compile(r"(<!-- boxes -->\n).*?(<!-- /boxes -->)", re.DOTALL)
-_BOXES_HEAD = (
-    "| models whose names hold | tasks | their scale | source |\n|---|---|---|---|\n"
-)
+_BOXES_HEAD = "| models whose names hold | tasks | their scale |\n|---|---|---|\n"
 
 
 def render(page: str) -> str:
@@ -26,12 +26,12 @@ def render(page: str) -> str:
     for name, form in BOX_FORMS.items():
         scale = "pixels of the picture that the model sees"
         if form.canvas is not None:
-            scale = "parts of a canvas of {} x {}, in whose middle the page is".format(
+            scale = "parts of a canvas of {} x {}, centred on the page".format(
                 *form.canvas
             )
         elif form.scale is not None:
             scale = f"0 to {form.scale}"
-        forms += f"| {name} | {', '.join(form.tasks)} | {scale} | {form.source} |\n"
+        forms += f"| {name} | {', '.join(form.tasks)} | {scale} |\n"
     return _BOXES.sub(lambda match: f"{match[1]}{_BOXES_HEAD}{forms}{match[2]}", page)
 
 
@@ -39,7 +39,7 @@ def _row(publisher: Publisher) -> str:
     settings = [f"{name} {value}" for name, value in publisher.params.items()]
     if publisher.longest is not None:
         settings.append(f"{publisher.longest} pixels on the longest side")
-    return f"| {', '.join(publisher.models)} | {', '.join(publisher.prompts)} | {', '.join(settings)} | {publisher.source} |\n"
+    return f"| {', '.join(publisher.models)} | {', '.join(publisher.prompts)} | {', '.join(settings)} |\n"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ from vlm_batch.server.sampled import Common
 from vlm_batch.server.unserved import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "server-fields.md"
-HEAD = "| field | a chat's for | `/v1/chat/completions` | `/v1/completions` | why |\n| --- | --- | --- | --- | --- |\n"
+HEAD = (
+    "| field | `/v1/chat/completions` | `/v1/completions` | why |\n"
+    "| --- | --- | --- | --- |\n"
+)
 #: Fields of a chat in vLLM (chat_completion/protocol.py at 002032e).
 OF_VLLM = frozenset({
     "messages", "model", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "max_tokens",
@@ -48,13 +51,13 @@ OF_LLAMA_CPP = frozenset({
     "reasoning_control", "thinking_budget_tokens", "add_generation_prompt", "continue_final_message", "echo",
     "logprobs", "top_logprobs", "reasoning_effort", "sse_ping_interval",
 })  # fmt: skip
-#: Servers -> the fields of their chats.
-OTHERS = {
-    "OpenAI": frozenset({*OfOpenAI.__annotations__, "stream"}),
-    "vLLM": OF_VLLM,
-    "llama.cpp": OF_LLAMA_CPP,
-    "mlx-vlm": frozenset(OfMlxVlm.model_fields),
-}
+#: Fields of chats in OpenAI's API and in other servers.
+OF_OTHERS = (
+    OF_VLLM
+    | OF_LLAMA_CPP
+    | {*OfOpenAI.__annotations__, "stream"}
+    | {*OfMlxVlm.model_fields}
+)
 
 
 def field_status(model: type[Common]) -> dict[str, str]:
@@ -68,27 +71,29 @@ def field_status(model: type[Common]) -> dict[str, str]:
 
 
 def table() -> str:
-    """Every field that is known of, and what becomes of it at each endpoint."""
+    """Every field that is known of, and what becomes of it at each endpoint: rows, then those without a word of their own."""
     chat, text = field_status(ChatRequest), field_status(CompletionRequest)
-    rows = []
-    for name in sorted({*chat, *text}.union(*OTHERS.values())):
-        known = ", ".join(server for server, fields in OTHERS.items() if name in fields)
+    rows: list[str] = []
+    others: dict[str, list[str]] = {"nothing": [], "refused": []}
+    for name in sorted({*chat, *text} | OF_OTHERS):
+        at_chat, at_text = chat.get(name, "refused"), text.get(name, "refused")
         why = REFUSED.get(name, "")
-        rows.append(
-            f"| `{name}` | {known} | {chat.get(name, 'refused')} | {text.get(name, 'refused')} | {why} |"
-        )
-    return HEAD + "\n".join(rows) + "\n"
+        if at_chat in others and at_chat == at_text and not why:
+            others[at_chat].append(f"`{name}`")
+            continue
+        rows.append(f"| `{name}` | {at_chat} | {at_text} | {why} |")
+    lists = [
+        f"\n**{word.capitalize()} at both:** {', '.join(names)}.\n"
+        for word, names in others.items()
+    ]
+    return HEAD + "\n".join(rows) + "\n" + "".join(lists)
 
 
 def write() -> None:
     """Put the table into the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    if "\nFIELDS\n" in page:
-        before, after = page.split("FIELDS\n")
-    else:
-        before, rest = page.split(HEAD)
-        after = rest[rest.index("\n\n") + 1 :]
-    PAGE.write_text(before + table() + after, encoding="utf-8")
+    before, rest = PAGE.read_text(encoding="utf-8").split(HEAD)
+    _, end, after = rest.partition("\n## Errors\n")
+    PAGE.write_text(before + table() + end + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

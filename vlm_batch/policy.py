@@ -126,8 +126,7 @@ class Policy:
         check=partial(_word, words=PLACEMENTS),
     )
     few_bits: str = _setting(
-        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products, unpacked, by the kernels of exact "
-        "keys, or by a kernel of their own, for CUDA; what that cannot take is unpacked",
+        "decode steps over slabs in few bits (kv_bits): packed, by MLX's products; unpacked; or by a kernel for CUDA",
         (PACKED, "measured: docs/benchmarks.md, caches"),
         (KERNEL, "measured: docs/benchmarks.md, caches"),
         (PACKED, "assumed, as on a CPU"),
@@ -218,8 +217,7 @@ class Policy:
         check=_AT_LEAST_0,
     )
     short_rows: int = _setting(
-        "tokens of rows that lie in one array in the layout rows, too, while they are about as long as each other: they attend "
-        "in one call; 0: never",
+        "tokens up to which rows of like length lie in one array in the layout rows, too; 0: never",
         (1024, "assumed; up to 240 measured: docs/log.md, settings that were measured"),
         (0, "takes no part: all rows do"),
         check=_AT_LEAST_0,
@@ -234,13 +232,11 @@ class Policy:
         (16, _PROMISE),
     )
     look_ahead_bytes: int = _setting(
-        "bytes of pictures that are prepared ahead: some forty of a megapixel each as Qwen's processors make them, or two "
-        "long clips; one that is larger by itself goes alone",
+        "bytes of pictures that are prepared ahead; one that is larger by itself goes alone",
         (2**30, _PROMISE),
     )
     least_free: float = _setting(
-        "share of the machine's or container's memory that is to stay free, 4 GB at most: where less is left, fewer rows live; "
-        "0 does not look",
+        "share of memory that is to stay free, 4 GB at most: where less is left, fewer rows live; 0 does not look",
         (0.05, "assumed"),
         check=_share,
     )
@@ -250,8 +246,7 @@ class Policy:
         check=seconds_option,
     )
     draft: str = _setting(
-        "drafted tokens: auto, where they are measured to be faster, off, or the folder or hub id of a model that drafts, too "
-        "(docs/speculation.md)",
+        "drafted tokens: auto (where measured to be faster), off, or a folder or hub id of a model that drafts, too",
         ("auto", "decided while it runs: docs/speculation.md"),
         ("off", "exact there, not shown to be faster: docs/speculation.md"),
         ("auto", "assumed, as on a CPU"),
@@ -264,15 +259,14 @@ class Policy:
         check=_grid,
     )
     call_tokens: int = _setting(
-        "prompt tokens up to which a short prompt of reproducible answers shares a call, beside others of its length or idle "
-        "ones; 0: each alone",
+        "prompt tokens up to which prompts of reproducible answers share a call; 0: each alone",
         (0, "idle prompts take as long as others do"),
         (640, _FORWARD),
         (0, "assumed, as on a CPU"),
         check=_AT_LEAST_0,
     )
     call_patches: int = _setting(
-        "patches up to which a small picture of reproducible answers shares a call, in the same way",
+        "patches up to which pictures of reproducible answers share a call",
         (0, "idle pictures take as long as others do"),
         (
             2048,
@@ -282,7 +276,7 @@ class Policy:
         check=_AT_LEAST_0,
     )
     wide_products: bool = _setting(
-        "whether layers of one input (queries, keys and values; a gate and what it gates) are one product",
+        "whether layers of one input are one product",
         (False, "measured: 0.97 to 1.07 of a step's time (docs/log.md)"),
         (
             True,
