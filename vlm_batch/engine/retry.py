@@ -1,7 +1,7 @@
 """Settles rows whose work failed or that outgrew the memory.
 
 A row's own failure ends it. If shared work fails, its rows are recomputed alone until the culprit fails. If memory runs
-out, fewer rows at a time are recomputed. They keep their place in line and their tokens.
+out, fewer rows at a time are recomputed. They keep their turn and their tokens.
 """
 
 from __future__ import annotations
@@ -71,11 +71,8 @@ class Retry:
         is_alone = group is not None and group.is_apart
         return is_alone or row.is_suspect
 
-    def made(self, made: Iterable[Made | Failed] | Failed) -> Iterator[Made]:
+    def made(self, made: Iterable[Made | Failed]) -> Iterator[Made]:
         """Yield what was made; settle what failed."""
-        if isinstance(made, Failed):
-            self.settle(made)
-            return
         for one in made:
             if isinstance(one, Failed):
                 self.settle(one)

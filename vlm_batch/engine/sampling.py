@@ -160,7 +160,7 @@ class Sampled:
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
-#: A token, perhaps not computed yet: the array (N,) of those that were sampled with it, and its place there.
+#: A token, perhaps not computed yet: the array (N,) of those that were sampled with it, and its index there.
 Drawn: TypeAlias = tuple[Any, int]
 #: Of a row for which no token was sampled.
 NOT_DRAWN: Drawn = (None, 0)
@@ -236,7 +236,7 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
     begins = mx.as_strided(seen, (num_ngrams, count - 1), (1, 1))
     ends = seen[count - 1 :]  # (W,)
     is_repeated = mx.all(begins == prefix, axis=1) & (ends >= 0) & (ends < size)
-    # the last place is for those that are not repeated
+    # the last entry is for those that are not repeated
     is_banned = mx.zeros((size + 1,), dtype=mx.bool_)
     is_banned[mx.where(is_repeated, ends, size)] = True
     may_repeat = row.rules.arrays(params, size).may_repeat
@@ -358,12 +358,12 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
 
 
 def _num_logprobs(rows: Sequence[SamplingRow]) -> dict[int, int]:
-    """Return how many log-probabilities rows ask for, by place."""
+    """Return how many log-probabilities rows ask for, by index."""
     counts: dict[int, int] = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         count = row.params.logprobs
         if count is not None:
-            counts[place] = count
+            counts[index] = count
     return counts
 
 
@@ -371,16 +371,16 @@ def _drawn(
     tokens: mx.array,
     logits: mx.array,
     rows: Sequence[SamplingRow],
-    places: Sequence[int],
+    indices: Sequence[int],
 ) -> mx.array:
-    """Return tokens (B,), those at places drawn."""
+    """Return tokens (B,), those at indices drawn."""
     plain: list[int] = []
     ordered: list[int] = []
-    for place in places:
-        if _is_sorted(rows[place].params):
-            ordered.append(place)
+    for index in indices:
+        if _is_sorted(rows[index].params):
+            ordered.append(index)
         else:
-            plain.append(place)
+            plain.append(index)
     for those, draw in ((plain, _draw), (ordered, _draw_sorted)):
         if those:
             chosen = draw(*_noisy(logits, rows, those))
@@ -399,12 +399,12 @@ def _is_sorted(params: SamplingParams) -> bool:
 
 
 def _noisy(
-    logits: mx.array, rows: Sequence[SamplingRow], places: Sequence[int]
+    logits: mx.array, rows: Sequence[SamplingRow], indices: Sequence[int]
 ) -> tuple[mx.array, mx.array, list[SamplingRow]]:
-    """Return logits (R, V) at places over their temperatures, noise likewise, and their rows."""
-    picked = [rows[place] for place in places]
+    """Return logits (R, V) at indices over their temperatures, noise likewise, and their rows."""
+    picked = [rows[index] for index in indices]
     heat = _column([row.params.temperature for row in picked])
-    scaled = logits[mx.array(list(places))].astype(mx.float32) / heat
+    scaled = logits[mx.array(list(indices))].astype(mx.float32) / heat
     noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
     return scaled, noise, picked
 
@@ -511,15 +511,15 @@ def _column(values: Sequence[float]) -> mx.array:  # (R, 1) float32
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
-# (B,), with (R,) at places
-def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
-    if len(places) == tokens.size:
+# (B,), with (R,) at indices
+def _merge(tokens: mx.array, indices: Sequence[int], chosen: mx.array) -> mx.array:
+    if len(indices) == tokens.size:
         return chosen
     is_chosen = [False] * tokens.size
     source = [0] * tokens.size
-    for index, place in enumerate(places):
-        is_chosen[place] = True
-        source[place] = index
+    for at, index in enumerate(indices):
+        is_chosen[index] = True
+        source[index] = at
     return mx.where(mx.array(is_chosen), chosen[mx.array(source)], tokens)
 
 
