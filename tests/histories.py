@@ -961,7 +961,7 @@ class History:
         assert (prompt.question is not None) is (stage is Stage.INBOX)
         with_loaders = (Stage.READING, Stage.READ, Stage.PROCESSING)
         assert (prompt.loading is not NO_LOADING) is (stage in with_loaders)
-        assert (prompt.inputs is not None) is (stage is Stage.PREPARED)
+        assert bool(prompt.inputs) is (stage is Stage.PREPARED)
         has_embeddings = stage in (Stage.ENCODED, Stage.PREFILL)
         assert (prompt.encoded is not None) is has_embeddings
         if stage is Stage.READY:

@@ -190,7 +190,7 @@ class Admission:
         row.answer.guide = Guide.of(
             row.params, prepared.form, prepared.thinking, end_ids
         )
-        row.prompt.inputs, row.given = prepared.inputs, prepared.kept
+        row.prompt.inputs, row.given = prepared.inputs, prepared.kept or {}
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 
 from vlm_batch.policy import Policy
 
@@ -11,11 +12,11 @@ from vlm_batch.policy import Policy
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
+@dataclass
 class NoLimit:
     """Of an engine that is told how many rows may live."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    rows: int
 
     def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> None:
         """Record a step that only decoded."""
@@ -46,7 +47,7 @@ class RowLimit(NoLimit):
         self._first = first
         self._gap = gap
         self.most = most
-        super().__init__(first)
+        self.rows = first
         self._times: list[float] = []  # of the last steps with ``_at`` rows
         self._at = 0
         # by number of rows: (median seconds, step of the measurement)

@@ -71,7 +71,8 @@ class RowMemory(NoBound):
         self._more = more
         #: Bytes at each of LENGTHS; rows with layers of their own for pictures count as the largest seen.
         self._at: tuple[int, ...] = ()
-        self._until_look = 0  # steps until the next look at grown rows
+        # steps until the next look at grown rows; none can have outgrown what it was checked for before
+        self._until_look = GROWTH
         self._is_probed = False  # known from a prompt without pictures, not from a row
 
     def probe(self, trial: Trial) -> None:

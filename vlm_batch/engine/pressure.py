@@ -109,7 +109,7 @@ class MemoryGuard:
         """Have the last rows in line begin again later, and those that are parked. Returns whether there were any."""
         rows = [*self._rows.live(), *self._rows.parked()]
         # a row whose inputs are gone could not begin again
-        last = [row for row in rows[ceiling:] if row.given is not None]
+        last = [row for row in rows[ceiling:] if row.given]
         for row in last:
             self._retry.outgrow(row)
         return bool(last)

@@ -67,9 +67,7 @@ class Retry:
 
     def _is_apart(self, row: Row) -> bool:
         """Return whether a row has failed before, and was alone for that."""
-        group = self._rows.batch.of(row)
-        is_alone = group is not None and group.is_apart
-        return is_alone or row.is_suspect
+        return self._rows.batch.of(row).is_apart or row.is_suspect
 
     def made(self, made: Iterable[Made | Failed]) -> Iterator[Made]:
         """Yield what was made; settle what failed."""
@@ -119,7 +117,7 @@ class Retry:
         """Put a row back in line; end it if its inputs are gone."""
         if row.has_ended:
             return
-        if row.given is None:
+        if not row.given:
             self._rows.end(row, "error", error)
             return
         self._rows.put_back(row)

@@ -370,7 +370,7 @@ class Reuse:
     def _key(self, row: Row) -> PromptKey | None:
         """Return a prompt's key, made once; None if the family has none."""
         own, inputs = row.reuse, row.prompt.inputs
-        if own.key is not None or inputs is None:
+        if own.key is not None or not inputs:
             return own.key
         if self.adapter.spec.no_prefix_reuse is not None:
             return None

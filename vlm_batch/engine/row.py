@@ -71,6 +71,8 @@ USUAL_TERMS = Terms()
 #: Parameters of a row that has ended.
 NO_PARAMS = SamplingParams()
 
+#: A span of tokens that has none.
+NO_TOKEN = (0, -1)
 #: Losses after which a row stays in a group of its own: the failure depends on its neighbours and would come again.
 ALWAYS_SUSPECT = 3
 
@@ -96,7 +98,7 @@ class Prompt:
 
     question: Any = None  # until it is read
     loading: Loading = NO_LOADING
-    inputs: Mapping[str, Any] | None = None  # a processor's output
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # a processor's output
     encoded: Encoded | None = None
     # its single-row caches, from encoding on
     cache: list[Any] = field(default_factory=list)
@@ -247,11 +249,11 @@ class Row:
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
     siblings: tuple[Row, ...] = ()
-    # its processor's output, to recompute it from
-    given: Mapping[str, Any] | None = None
+    # its processor's output, to recompute it from, if that is kept
+    given: Mapping[str, Any] = field(default_factory=dict)
     losses: int = 0  # number of times that it was recomputed
     # [first, last] token that the failed forward may have computed
-    suspected: tuple[int, int] | None = None
+    suspected: tuple[int, int] = NO_TOKEN
     was_alone: bool = False  # when memory ran out
     gave_way: bool = False  # parked once for a due client
 
@@ -266,11 +268,9 @@ class Row:
     @property
     def is_suspect(self) -> bool:
         """Whether its forward may have failed; it then decodes alone."""
-        if self.suspected is None:
-            return False
         first, last = self.suspected
-        has_begun = self.answer.num_sampled >= first
-        return has_begun and len(self.answer.token_ids) <= last
+        is_behind = len(self.answer.token_ids) > last
+        return not is_behind and self.answer.num_sampled >= first
 
     @property
     def has_ended(self) -> bool:
@@ -312,9 +312,7 @@ class Row:
         self.losses += 1
         if self.is_only_read:
             answer.ending = None
-        self.prompt = Prompt()
-        if self.given is not None:
-            self.prompt.inputs = as_mlx(self.given)
+        self.prompt = Prompt(inputs=as_mlx(self.given))
         self.reuse = RowReuse(continues=reuse.continues)
         answer.drawn = NOT_DRAWN
         answer.num_sampled = 0
@@ -437,7 +435,7 @@ class Row:
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
         self.params = NO_PARAMS
-        self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
+        self.prompt, self.reuse, self.given = Prompt(), RowReuse(), {}
         self.siblings = ()
         self.losses = -1  # launched tokens are not for it
         self.answer, self.facts = new_answer(self.params), NO_FACTS
@@ -472,7 +470,7 @@ def new_row(
     answer = new_answer(params, text)
     row = Row(request_id, params, seed, answer, prompt, terms)
     given = given or prompt.inputs
-    if given is not None and num_bytes(given) <= MOST_ON_HOST:
+    if num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
     row.reuse.continues = cache
     siblings: list[Row] = []

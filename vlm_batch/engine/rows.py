@@ -140,8 +140,7 @@ class Rows:
 
     def add(self, row: Row) -> None:
         """Queue a new row. Raises ValueError for an id in use."""
-        is_prepared = row.prompt.inputs is not None
-        self.ledger.add(row, Stage.PREPARED if is_prepared else Stage.INBOX)
+        self.ledger.add(row, Stage.PREPARED if row.prompt.inputs else Stage.INBOX)
 
     def place(self, row: Row) -> None:
         """Give an encoded row a place."""
@@ -200,20 +199,16 @@ class Rows:
         Args:
             logits: (1, V), of its last forward, if no token was chosen from them.
         """
-        group = self.batch.of(row)
-        assert group is not None
-        cache = group.take(row)
-        self.batch.leave(row)
+        cache = self.batch.take(row)
         row.prompt = Prompt(cache=cache, prefilled=row.facts.length, logits=logits)
         self.ledger.move(row, Stage.READY)
 
     def leave(self, row: Row) -> None:
         """Free the place of a row whose last work is launched; keep its caches if wanted."""
-        group = self.batch.of(row)
         left: list[Any] = []
         if self._reuse.wants_caches(row):
             with keeping(row):
-                left = row.prompt.cache if group is None else group.take(row)
+                left = self.batch.of(row).take(row)
         self.batch.leave(row)
         row.prompt = Prompt(cache=left)
         self.ledger.move(row, Stage.LAST)

@@ -102,7 +102,7 @@ class Runner:
             return 0
         before = mx.get_active_memory()
         prompts = [row.prompt for row in rows[:count]]
-        given = [prompt.inputs or {} for prompt in prompts]
+        given = [prompt.inputs for prompt in prompts]
         try:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
@@ -134,7 +134,6 @@ class Runner:
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
         prompt, answer, params = row.prompt, row.answer, row.params
-        assert prompt.inputs is not None
         begin = time.perf_counter()
         cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
         encoded = self.adapter.encode(prompt.inputs, self._shapes.encode_call(), cached)
@@ -144,7 +143,7 @@ class Runner:
         self._check_length(row, encoded.length)
         is_scored = answer.prompt_scores.are_asked
         prompt.is_shared = not is_scored and self._shapes.shares(encoded)
-        prompt.inputs = None
+        prompt.inputs = {}
         prompt.encoded = encoded
         prompt.prefilled = cached
         row.facts = encoded.facts(with_ids=row.terms.returns_prompt_ids)

@@ -57,19 +57,19 @@ class SamplingRow(NamedTuple):
     params: SamplingParams
     seed: int
     step: int
-    history: mx.array | None = None  # (T,) int, prompt and answer, if a stage reads it
+    history: Any = None  # (T,) int, prompt and answer, if a stage reads it
     vocabulary: int | None = None  # number of its columns; None for all
     rules: RowRules = NO_RULES
 
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Rules as arrays for ``size`` tokens; None without a rule."""
+    """Rules as arrays for ``size`` tokens; None without a rule, whose stage is not run."""
 
     size: int
-    biased: mx.array | None = None
-    biases: mx.array | None = None
-    allowed: mx.array | None = None  # (V,) bool
+    biased: Any = None
+    biases: Any = None
+    allowed: Any = None  # (V,) bool
     single: mx.array | None = None  # bad words of one token
     longer: _BadWords | None = None  # of several
     may_repeat: mx.array | None = None  # ids that ``no_repeat_ngrams`` leaves alone
@@ -175,8 +175,6 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
     Ids without a logit, such as pictures' placeholders, are ignored.
     """
     penalty, size = row.params.repetition_penalty, logits.shape[-1]
-    if row.history is None:
-        return logits
     context = row.history[-row.params.repetition_context_size :]
     context = mx.where((context >= 0) & (context < size), context, size)
     # a copy, since the assignment below is in place
@@ -189,8 +187,6 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
 def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
     """Subtract presence and frequency penalties (OpenAI's definition)."""
     params, size = row.params, logits.shape[-1]
-    if row.history is None:
-        return logits
     answer = row.history[row.history.shape[0] - row.step :]
     counts = (
         mx.zeros((size,))
@@ -207,7 +203,6 @@ def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
 
 def biases(logits: mx.array, row: SamplingRow) -> mx.array:
     made = row.rules.arrays(row.params, logits.shape[-1])
-    assert made.biased is not None and made.biases is not None
     return logits.at[:, made.biased].add(made.biases.astype(logits.dtype))
 
 
@@ -227,7 +222,7 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
     """
     params, size = row.params, logits.shape[-1]
     count = params.no_repeat_ngram_size
-    if row.history is None or row.step < count:
+    if row.step < count:
         return logits
     answer = row.history[row.history.shape[0] - row.step :]  # (T,)
     prefix = answer[row.step - count + 1 :]  # (N - 1,)
@@ -248,7 +243,6 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
 def allowed_only(logits: mx.array, row: SamplingRow) -> mx.array:
     """Exclude tokens outside ``allowed_token_ids``."""
     made = row.rules.arrays(row.params, logits.shape[-1])
-    assert made.allowed is not None
     return mx.where(made.allowed, logits, -mx.inf)
 
 
@@ -267,7 +261,7 @@ def no_bad_words(logits: mx.array, row: SamplingRow) -> mx.array:
     if made.single is not None:
         logits = _without(logits, made.single)
     longer = made.longer
-    if longer is None or row.history is None:
+    if longer is None:
         return logits
     was_said = longer.lengths <= row.step
     ends_word = _ends_with(row.history, longer.beginnings) & was_said

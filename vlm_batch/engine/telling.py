@@ -212,8 +212,7 @@ class Telling:
         if count:
             answer.advance(flight.sampled.tokens.astype(mx.int32), first, count)
             answer.num_fed = answer.num_sampled - 1
-        if group is not None:
-            group.keep(row, count)
+        group.keep(row, count)
         if end is not None:
             self._end(row, end)
 
