@@ -42,7 +42,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.loop import EngineLoop
 from vlm_batch.engine.memory import GROWTH, RowMemory, tokens
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.row import NO_LOADING, Row, Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Made
@@ -625,7 +625,8 @@ class History:
         )
         if most_rows is not None:
             # what would be learned in time
-            self.generator.memory._at = _rows_of(family, placement, is_quantised)._at
+            learned = _rows_of(family, placement, is_quantised)._at
+            vars(self.generator.memory)["_at"] = learned
         loaders: Any = ManualLoaders()
         self.loaders = loaders
         self.loop = EngineLoop(self.generator, loaders)
@@ -922,7 +923,7 @@ class History:
         }
         last |= {
             row
-            for row in generator.rows.untold()
+            for row, _ in generator.rows.untold()
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         }
         assert len(set(placed)) == len(placed), "a row has two places"
@@ -941,15 +942,15 @@ class History:
             "more rows than places"
         )
         memory = generator.memory
-        taken = memory.together(
-            [tokens(row) - GROWTH for row in (*placed, *prefilling)]
-        )
-        assert memory.max_bytes is None or taken <= memory.max_bytes, (
-            "rows have places that memory has no room for"
-        )
-        assert all(row.prompt.encoded is row.prompt.cache is None for row in placed), (
-            "a prompt is kept after its prefill"
-        )
+        if isinstance(memory, RowMemory):
+            taken = memory.together(
+                [tokens(row) - GROWTH for row in (*placed, *prefilling)]
+            )
+            assert taken <= memory.max_bytes, (
+                "rows have places that memory has no room for"
+            )
+        held = [row for row in placed if row.prompt.encoded or row.prompt.cache]
+        assert not held, "a prompt is kept after its prefill"
         for group in generator.rows.batch.groups:
             check_alike(group)
             assert group.layers or not group.places
@@ -959,12 +960,12 @@ class History:
         prompt, stage = row.prompt, row.stage
         assert (prompt.question is not None) is (stage is Stage.INBOX)
         with_loaders = (Stage.READING, Stage.READ, Stage.PROCESSING)
-        assert (prompt.loading is not None) is (stage in with_loaders)
-        assert (prompt.inputs is not None) is (stage is Stage.PREPARED)
+        assert (prompt.loading is not NO_LOADING) is (stage in with_loaders)
+        assert bool(prompt.inputs) is (stage is Stage.PREPARED)
         has_embeddings = stage in (Stage.ENCODED, Stage.PREFILL)
         assert (prompt.encoded is not None) is has_embeddings
         if stage is Stage.READY:
-            assert prompt.cache is not None
+            assert prompt.cache
             is_fed = row.answer.num_fed == row.answer.num_sampled
             assert (prompt.logits is not None) is is_fed
             self.counts["parked"] += not is_fed

@@ -115,7 +115,7 @@ class Waiting:
         return sum(
             row.prompt.inputs["pixels"].nbytes
             for row in self.rows.values()
-            if row.prompt.inputs is not None
+            if row.prompt.inputs
         )
 
 
@@ -289,9 +289,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
         engine.take_in(*processing)
         processing.clear()
         check(engine)
-        prepared = [
-            row for row in engine.rows.values() if row.prompt.inputs is not None
-        ]
+        prepared = [row for row in engine.rows.values() if row.prompt.inputs]
         if not prepared:
             break
         engine.end(prepared[0].request_id)
@@ -301,9 +299,7 @@ def test_any_history_stays_within_the_bound_and_starves_nobody(seed: int) -> Non
 
 def check(engine: Waiting) -> None:
     sizes = sorted(
-        row.prompt.nbytes
-        for row in engine.rows.values()
-        if row.prompt.inputs is not None
+        row.prompt.nbytes for row in engine.rows.values() if row.prompt.inputs
     )
     assert sum(sizes[:-1]) <= BOUND
     assert engine.admission.nbytes >= sum(sizes)

@@ -253,7 +253,7 @@ def test_a_row_that_gave_way_keeps_no_place_while_its_form_is_late(
         held = made.generator.rows
         row = held.live()[0]
         held.park(row, logits)
-        late: Any = SimpleNamespace(untold=Untold(1, None))
+        late: Any = SimpleNamespace(rules=True, untold=Untold(1, None))
         row.answer.guide = late
         assert held.num_free == free
 

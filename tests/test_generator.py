@@ -767,6 +767,7 @@ def test_a_prompt_cache_outlives_a_launch_that_fails(
 class LateForm:
     """A form that allows every token; each second mask misses a step."""
 
+    rules = True
     ahead: tuple[int, ...] = ()
     is_whole = is_over = False
     most_ahead = 0

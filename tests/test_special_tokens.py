@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from vlm_batch import SamplingParams, VLMBatcher, families
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.engine.row import decoder_of
 from vlm_batch.engine.text import Detokenizer
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs.processing import Processing
@@ -142,16 +141,15 @@ def test_a_checkpoint_that_answers_in_them_shows_them(family: str, word: str) ->
         f"<|begins|>{word}red<|endoftext|>{END} 1<|im_end|>", add_special_tokens=False
     )
     assert tokenizer.convert_tokens_to_ids(word) in ids
-    detokenizer = Detokenizer(decoder_of(text, None))
+    detokenizer = Detokenizer(text.decoder(None))
     pieces = [detokenizer.add(token) for token in ids]
     assert "".join(pieces) + detokenizer.finish() == f"{word}red{END} 1"
     assert word in pieces
-    assert decoder_of(text, True)(ids) == "red 1"
-    assert decoder_of(text, False)(ids) == tokenizer.decode(ids)
+    assert text.decoder(True)(ids) == "red 1"
+    assert text.decoder(False)(ids) == tokenizer.decode(ids)
     plain = processing_with("<|another|>")
-    assert decoder_of(answer_text(plain, spec), None)(ids) == decoder_of(
-        answer_text(plain, spec), True
-    )(ids)
+    found = answer_text(plain, spec)
+    assert found.decoder(None)(ids) == found.decoder(True)(ids)
 
 
 def test_the_table_has_a_source_for_each() -> None:

@@ -120,7 +120,7 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
     gc.collect()
     assert len(gone) > 2
     assert all(reference() is None for reference in gone)
-    assert row.prompt.encoded is None and row.prompt.cache is None
+    assert row.prompt.encoded is None and not row.prompt.cache
     while generator.has_work:
         generator.step()
     assert generator.rows.batch.nbytes == 0

@@ -1050,9 +1050,8 @@ def test_a_form_that_takes_long_holds_up_its_own_row_alone(
                 Prompt(inputs=as_mlx(inputs_of("qwen2_vl", f"text:{len(name)}:6"))),
                 params,
             )
-            row.answer.guide = (
-                Guide.of(params, form, None, ()) if name == "stuck" else None
-            )
+            own = form if name == "stuck" else None
+            row.answer.guide = Guide.of(params, own, None, ())
             generator.rows.add(row)
         order = []
         while generator.has_work:

@@ -52,8 +52,8 @@ WAYS = (
     Way(
         "a sampling option",
         (
-            ("parameters.py", ("Declared", "declared")),
-            ("types/sampling.py", ("SamplingParams:", "SamplingParams.__post_init__")),
+            ("parameters.py", ("declared",)),
+            ("types/sampling.py", ("SamplingParams:",)),
             (
                 "engine/sampling.py",
                 (
@@ -99,10 +99,9 @@ WAYS = (
                     "FixedShapes.ends",
                     "FixedShapes.groups",
                     "FixedShapes.prefill_call",
-                    "chunk_end",
-                    "padded_length",
                 ),
             ),
+            ("engine/lengths.py", ("chunk_end", "padded_length")),
             ("engine/runner.py", ("Runner.prefill",)),
         ),
     ),

@@ -81,14 +81,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter as it is declared.
-
-    Attributes:
-        check: Of its value.
-        flag: On the command line; None for none.
-        in_jobs: Whether a row's ``params`` and a job's settings may name it.
-        over_http: Whether the field of this name in a body sets it, and nothing else does.
-    """
+    """A parameter as ``declared`` describes it."""
 
     name: str
     default: Any
@@ -107,7 +100,15 @@ def declared(
     over_http: bool = True,
     is_hashed: bool = True,
 ) -> Any:
-    """Return a dataclass's field that declares a parameter; see ``Declared``."""
+    """Return a dataclass's field that declares a parameter.
+
+    Args:
+        check: Of its value, when a record is made; None for what the record checks itself.
+        flag: On the command line; None for none.
+        in_jobs: Whether a row's ``params`` and a job's settings may name it.
+        over_http: Whether the field of this name in a body sets it, and nothing else does.
+        is_hashed: Whether the record's hash has it; False for what cannot be hashed.
+    """
     how = {"check": check, "flag": flag, "in_jobs": in_jobs, "over_http": over_http}
     hashed = None if is_hashed else False  # None: as it is compared
     if isinstance(default, dict):

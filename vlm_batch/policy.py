@@ -299,6 +299,11 @@ class Policy:
                 f"first_rows is {self.first_rows}, above most_rows, which is {self.most_rows}"
             )
 
+    @property
+    def least_cut(self) -> int:
+        """Tokens of a chunk that does not end its prompt, behind others: with padding, a small one costs a whole forward."""
+        return self.smallest_chunk if self.pad_to else 0
+
 
 #: Settings with a value for each device, by name.
 SETTINGS: Mapping[str, Setting] = {

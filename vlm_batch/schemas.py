@@ -62,7 +62,7 @@ MOST_MULTIPLE, QUICK_MULTIPLE, MOST_OF_SEVERAL = 100_000, 1_000_000, 2**16 - 1
 #: Most characters of a form's regular expressions: the cost of optional parts grows with the square of their number, and
 #: llguidance joins expressions that follow each other.
 MOST_OF_REGEX = 2**13
-#: A place in a list, as references spell it.
+#: An index of a list, as references spell it.
 _INDEX = re.compile(r"\d{1,7}")
 #: How far a schema is followed for a way to end: parts in all, and within each other.
 MOST_STEPS, MOST_DEPTH = 20_000, 100

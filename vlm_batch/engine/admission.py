@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.limit import Capacity
-from vlm_batch.engine.memory import RowMemory, Sizes
+from vlm_batch.engine.memory import NoBound, Sizes
 from vlm_batch.engine.options import give_options
-from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.row import NO_LOADING, Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import RowRules
 from vlm_batch.policy import Policy
@@ -43,7 +43,7 @@ class Admission:
     """Hands rows to the loaders. Belongs to the engine's thread; ``nbytes`` is safe from any."""
 
     def __init__(
-        self, rows: Rows, policy: Policy, capacity: Capacity, memory: RowMemory
+        self, rows: Rows, policy: Policy, capacity: Capacity, memory: NoBound
     ) -> None:
         self._rows = rows
         self._ledger: Ledger = rows.ledger
@@ -59,7 +59,7 @@ class Admission:
 
     @property
     def _most_rows(self) -> int:
-        if self._capacity.ceiling is not None:  # memory is short
+        if self._capacity.is_short:
             return self._capacity.num_places
         return self._look_ahead + self._capacity.num_places
 
@@ -162,15 +162,11 @@ class Admission:
         return found
 
     def _decoded(self, row: Row) -> int:
-        loading = row.prompt.loading
-        if loading is None:
-            return 0
-        return BYTES_PER_PIXEL * loading.num_pixels
+        return BYTES_PER_PIXEL * row.prompt.loading.num_pixels
 
     def _expected(self, row: Row) -> int:
         """Return the bytes for processing; over the bound if unknown."""
         loading = row.prompt.loading
-        assert loading is not None
         if loading.known_nbytes is not None:
             return loading.known_nbytes
         seen = self._sizes[row.has_videos].expected(loading.num_pixels)
@@ -180,7 +176,7 @@ class Admission:
 
     def take_in(self, row: Row, loading: Loading) -> None:
         """Store the result of a row's loading, or raise its error."""
-        row.prompt.loading = None
+        row.prompt.loading = NO_LOADING
         row.clock.spent = Timings(
             read=loading.read_seconds, process=loading.process_seconds
         )
@@ -191,12 +187,10 @@ class Admission:
         end_ids = row.answer.rules.end_ids
         row.answer.rules = RowRules(end_ids, prepared.bad_words)
         give_options(row, prepared.options)
-        is_guided = prepared.form is not None
-        if is_guided or row.params.thinking_budget is not None:
-            row.answer.guide = Guide.of(
-                row.params, prepared.form, prepared.thinking, end_ids
-            )
-        row.prompt.inputs, row.given = prepared.inputs, prepared.kept
+        row.answer.guide = Guide.of(
+            row.params, prepared.form, prepared.thinking, end_ids
+        )
+        row.prompt.inputs, row.given = prepared.inputs, prepared.kept or {}
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)

@@ -16,7 +16,27 @@ from vlm_batch.engine.shapes import Shapes
 FEW = 4
 
 
-class DecodeBatch:
+class NoBatch:
+    """Of a row without a place."""
+
+    #: Whether the batch has one row, whose last forward failed.
+    is_apart = False
+
+    def take(self, row: Row) -> list[Any]:
+        """Return a row's single-row caches. The row must leave next."""
+        return row.prompt.cache
+
+    def leave(self, row: Row) -> None:
+        """Free a row's place. No other row moves."""
+
+    def keep(self, row: Row, kept: int) -> None:
+        """Keep ``kept`` positions of a row in the last forward."""
+
+
+NO_BATCH = NoBatch()
+
+
+class DecodeBatch(NoBatch):
     """Rows of one decode forward; ``places[b]``: the row at place b, or None.
 
     Args:
@@ -114,7 +134,6 @@ class DecodeBatch:
         return [place for place, row in enumerate(self.places) if row is not None]
 
     def take(self, row: Row) -> list[Any]:
-        """Return a row's single-row caches. The row must leave next."""
         if row in self._drafted:
             self.keep(row, 1)
         taken = self._extract(self.places.index(row))
@@ -123,7 +142,6 @@ class DecodeBatch:
         return taken
 
     def leave(self, row: Row) -> None:
-        """Free a row's place. No other row moves."""
         self._drafted.pop(row, None)
         place = self.places.index(row)
         self.places[place] = None
@@ -176,7 +194,6 @@ class DecodeBatch:
                 self._keep(place, 1, count)
 
     def keep(self, row: Row, kept: int) -> None:
-        """Keep ``kept`` positions of a row in the last forward."""
         if row in self._drafted:
             count = self._drafted.pop(row)
             self._keep(self.places.index(row), kept, count)

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import stack_logits
-from vlm_batch.checks import check_within
 from vlm_batch.engine.constraints import apply_masks
 from vlm_batch.engine.options import said_by_options
 from vlm_batch.engine.row import Row, Stage
@@ -20,7 +19,7 @@ from vlm_batch.engine.sampling import (
     SamplingRow,
     process,
 )
-from vlm_batch.engine.work import Failed, Part, attempt
+from vlm_batch.engine.work import Failed, Part, attempt, attempt_each
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,15 @@ class Flight:
     """Launched tokens; a drafting row has one per position."""
 
     rows: tuple[Row, ...]
-    # ``Row.losses`` at the launch: a row recomputed since ignores its token
+    # ``Row.losses`` at the launch: a row that was recomputed or ended since ignores its token
     losses: tuple[int, ...]
     sampled: Sampled
     is_repeated: bool = False  # told before, by rows that are recomputed
 
     def waiting(self) -> Iterator[tuple[int, Row]]:
-        """Yield the places and rows that the tokens are still for, each asked when it comes."""
+        """Yield the indices and rows that the tokens are still for, each asked when it comes."""
         for index, row in enumerate(self.rows):
-            is_same = row.losses == self.losses[index]
-            if is_same and row.stage is not Stage.ENDED:
+            if row.losses == self.losses[index]:
                 yield index, row
 
     def advance(self) -> list[Row]:
@@ -71,19 +69,17 @@ class Positions(NamedTuple):
                 given.append(part.logits)
         return cls(rows, given[0] if len(given) == 1 else stack_logits(given))
 
-    def only(self, places: Sequence[int]) -> Positions:
+    def only(self, indices: Sequence[int]) -> Positions:
         """Return some of them, in order."""
-        if len(places) == len(self.rows):
+        if len(indices) == len(self.rows):
             return self
-        if not places:
+        if not indices:
             return Positions([], self.logits)
-        rows = [self.rows[place] for place in places]
-        return Positions(rows, self.logits[mx.array(list(places))])
+        rows = [self.rows[index] for index in indices]
+        return Positions(rows, self.logits[mx.array(list(indices))])
 
     def without(self, failed: Sequence[Failed]) -> Positions:
         """Return those of rows that did not fail."""
-        if not failed:
-            return self
         wrong: list[Row] = []
         for one in failed:
             wrong += one.rows
@@ -91,10 +87,10 @@ class Positions(NamedTuple):
         return self.only(right)
 
     def by_row(self) -> dict[Row, list[int]]:
-        """Return each row's places."""
+        """Return each row's indices."""
         found: dict[Row, list[int]] = {}
-        for place, row in enumerate(self.rows):
-            found.setdefault(row, []).append(place)
+        for index, row in enumerate(self.rows):
+            found.setdefault(row, []).append(index)
         return found
 
 
@@ -111,11 +107,7 @@ def choose(parts: Sequence[Part], sampler: Sampler) -> Iterator[Flight | Failed]
         rows: list[Row] = []
         for part in those:
             rows += part.rows
-        found = attempt(rows, _choose, those, sampler, is_shared=True)
-        if isinstance(found, Failed):
-            yield found
-        else:
-            yield from found
+        yield from attempt_each(rows, _choose, those, sampler)
 
 
 def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
@@ -124,15 +116,15 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     told: list[int] = []
     said: list[int] = []
     new: list[int] = []
-    for place, row in enumerate(positions.rows):
+    for index, row in enumerate(positions.rows):
         if row.stage is not Stage.DECODE:
             continue  # it began again
         if row.answer.known_token is not None:
-            told.append(place)
+            told.append(index)
         elif row.answer.option is not None:
-            said.append(place)
+            said.append(index)
         else:
-            new.append(place)
+            new.append(index)
     found: list[Flight | Failed] = []
     if told:
         found.append(_repeat(positions.only(told)))
@@ -175,8 +167,8 @@ def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
 
 def _sample_apart(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
     found: list[Flight | Failed] = []
-    for row, places in positions.by_row().items():
-        own = positions.only(places)
+    for row, indices in positions.by_row().items():
+        own = positions.only(indices)
         rows = _sampling_rows(own.rows)
         sampled = attempt([row], sampler, own.logits, rows)
         if isinstance(sampled, Failed):
@@ -201,10 +193,7 @@ def _launch(
 def _have_rules(rows: Sequence[Row]) -> bool:
     for row in rows:
         answer = row.answer
-        if answer.rules.changes_logits or answer.guide is not None:
-            return True
-        is_first = answer.num_sampled == 0
-        if is_first and row.params.stop_token_ids:
+        if answer.rules.changes_logits or answer.guide.rules:
             return True
     return False
 
@@ -212,24 +201,10 @@ def _have_rules(rows: Sequence[Row]) -> bool:
 def _with_rules(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Apply the rows' own stages and forms. Returns what is left, and failures."""
     failed: list[Failed] = []
-    for apply in (_with_own_ends, _processed, _masked):
+    for apply in (_processed, _masked):
         positions, more = apply(positions)
         failed += more
     return positions, failed
-
-
-def _with_own_ends(positions: Positions) -> tuple[Positions, list[Failed]]:
-    """Drop rows that have just begun and would end at a token that the model does not have."""
-    failed: list[Failed] = []
-    for row in positions.by_row():
-        if row.answer.num_sampled:
-            continue
-        size = row.facts.vocabulary or positions.logits.shape[-1]
-        ends = row.params.stop_token_ids
-        checked = attempt([row], check_within, "stop_token_ids", ends, size)
-        if checked is not None:
-            failed.append(checked)
-    return positions.without(failed), failed
 
 
 def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
@@ -239,12 +214,12 @@ def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
     made: list[mx.array] = []
     failed: list[Failed] = []
     sampling_rows = _sampling_rows(positions.rows)
-    for place, row in enumerate(positions.rows):
-        logits = positions.logits[place : place + 1]
+    for index, row in enumerate(positions.rows):
+        logits = positions.logits[index : index + 1]
         if not row.answer.rules.changes_logits:
             made.append(logits)
             continue
-        found = attempt([row], process, logits, sampling_rows[place])
+        found = attempt([row], process, logits, sampling_rows[index])
         if isinstance(found, Failed):
             failed.append(found)
             found = logits
@@ -255,13 +230,13 @@ def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
 
 def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
     """Leave out tokens that forms and thinking do not allow."""
-    if all(row.answer.guide is None for row in positions.rows):
+    if not any(row.answer.guide.rules for row in positions.rows):
         return positions, []
     masks: list[np.ndarray | None] = []
     failed: list[Failed] = []
-    for row, places in positions.by_row().items():
+    for row, indices in positions.by_row().items():
         size = positions.logits.shape[-1]
-        own = attempt([row], _masks, row, len(places), size)
+        own = attempt([row], _masks, row, len(indices), size)
         if isinstance(own, Failed):
             failed.append(own)
         else:
@@ -276,8 +251,6 @@ def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
 def _masks(row: Row, count: int, size: int) -> list[np.ndarray | None]:
     """Return what ``count`` positions of a row allow."""
     guide = row.answer.guide
-    if guide is None:
-        return [None] * count
     ahead = [guide.allowed_ahead(at, size) for at in range(count - 1)]
     return [guide.allowed(size), *ahead]
 

@@ -74,12 +74,11 @@ class CompiledDecode:
         """Return whether a step depends only on tokens, positions, slabs and recurrent states. ``is_plain``: and needs
         no new kernels.
         """
-        if any(extras):
-            return False
-        return all(
-            layer.can_trace and (layer.has_graphs_kernels or not is_plain)
-            for layer in layers
-        )
+        for layer in layers:
+            can_trace = layer.can_trace and (layer.has_graphs_kernels or not is_plain)
+            if not can_trace:
+                return False
+        return not any(extras)
 
     def __call__(self, step: DecodeStep) -> Any:
         """Return what ``decode`` returns."""

@@ -53,13 +53,67 @@ class Phase(Enum):
 NO_THINKING = Thinking((), ())
 
 
-class Guide:
+class NoGuide:
+    """Of a row that may say any token, whatever it said last."""
+
+    #: Whether the next token depends on the last one.
+    rules = False
+    #: The last token, if it is not in the row's answer yet.
+    untold: Untold | None = None
+    #: The complete answer as parsed JSON or text.
+    parsed: Any = None
+    #: Tokens that the form looks ahead.
+    most_ahead = 0
+    #: Tokens that the form forces, or drafted ones that it allows.
+    ahead: tuple[int, ...] = ()
+    #: Whether drafts can be checked: not during thinking.
+    checks_drafts = True
+    #: Whether the answer can only end.
+    is_whole = False
+    #: Whether all further tokens are allowed.
+    is_over = True
+
+    def feed(self, token: int) -> None:
+        """Start work on the next token; returns at once."""
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        """Wait up to ``seconds``. Return whether ``finish`` would not block."""
+        return True
+
+    def finish(self) -> None:
+        """Wait for the last token's work. Raises ValueError if the form excludes it."""
+
+    def read(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Parse an answer that ends, if it is complete."""
+
+    def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
+        """Let the form check drafted tokens, within ``seconds``. A late check loses the draft. Raises what it raises."""
+
+    def allowed(self, size: int) -> np.ndarray | None:
+        """Return the allowed tokens as bits (W,) uint32; None for all."""
+        return None
+
+    def allowed_ahead(self, at: int, size: int) -> np.ndarray | None:
+        """Return the mask (W,) of tokens that may follow ``ahead[at]``; None for all."""
+        return None
+
+    def copy(self) -> NoGuide:
+        """Return the guide of another answer to the same prompt."""
+        return self
+
+
+NO_GUIDE = NoGuide()
+
+
+class Guide(NoGuide):
     """Rules for one row's next token. Call ``feed`` with each token, then ``finish``.
 
     Args:
         form: constraint on the answer after thinking.
         budget: most tokens of thinking.
     """
+
+    rules = True
 
     def __init__(
         self,
@@ -78,10 +132,6 @@ class Guide:
         # the form's work on the last of them
         self._following: Future[None] | None = None
         self._checking: Future[None] | None = None  # its work on a draft behind that
-        #: The last token, if it is not in the row's answer yet.
-        self.untold: Untold | None = None
-        self.parsed: Any = None  # the complete answer as parsed JSON or text
-        self.most_ahead = 0  # tokens that the form looks ahead
         self.phase = Phase.ANSWER
         if self._thinking.is_open:
             self._think()
@@ -95,16 +145,16 @@ class Guide:
         form: AnswerForm | None,
         thinking: Thinking | None,
         end_ids: Collection[int],
-    ) -> Guide | None:
+    ) -> NoGuide:
+        """Return a row's guide, or ``NO_GUIDE`` if all tokens are allowed."""
         budget = params.thinking_budget
         if form is None and budget is None:
-            return None
+            return NO_GUIDE
         guide = cls(form, thinking, budget, end_ids)
-        return None if guide.is_over else guide
+        return NO_GUIDE if guide.is_over else guide
 
     @property
-    def is_over(self) -> bool:
-        """Whether all further tokens are allowed."""
+    def is_over(self) -> bool:  # type: ignore[override]
         return self.phase is Phase.ANSWER and self._form is None
 
     @property
@@ -118,13 +168,11 @@ class Guide:
         return self._ruling if self._following is None else None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the answer can only end."""
+    def is_whole(self) -> bool:  # type: ignore[override]
         form = self._ruling
         return form is not None and form.is_whole
 
     def feed(self, token: int) -> None:
-        """Start work on the next token; returns at once."""
         self._checking = None
         ADDERS[self.phase](self, token)
 
@@ -142,11 +190,9 @@ class Guide:
         self._answer.append(token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
-        """Wait up to ``seconds``. Return whether ``finish`` would not block."""
         return self._following is None or _is_done(self._following, seconds)
 
     def look_ahead(self, tokens: Sequence[int], seconds: float) -> None:
-        """Let the form check drafted tokens, within ``seconds``. A late check loses the draft. Raises what it raises."""
         form = self._free_form
         if form is None:
             return
@@ -155,8 +201,7 @@ class Guide:
             self._checking.result()
 
     @property
-    def ahead(self) -> tuple[int, ...]:
-        """Tokens that the form forces, or drafted ones that it allows."""
+    def ahead(self) -> tuple[int, ...]:  # type: ignore[override]
         form = self._free_form
         if form is None:
             return ()
@@ -165,25 +210,23 @@ class Guide:
         return form.ahead
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether the form checks drafts: not during thinking."""
+    def checks_drafts(self) -> bool:  # type: ignore[override]
         return self._ruling is not None
 
-    def allowed_ahead(self, at: int, size: int) -> np.ndarray:
-        """Return the mask (W,) of tokens that may follow ``ahead[at]``."""
-        assert self._form is not None
+    def allowed_ahead(self, at: int, size: int) -> np.ndarray | None:
+        form = self._form
+        if form is None:
+            return None
         bits = np.zeros(_words(size), dtype=np.uint32)
-        self._form.fill_ahead(at, bits)
+        form.fill_ahead(at, bits)
         return bits
 
     def finish(self) -> None:
-        """Wait for the last token's work. Raises ValueError if the form excludes it."""
         following, self._following = self._following, None
         if following is not None:
             following.result()
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Return the allowed tokens as bits (W,) uint32; None for all."""
         if self.phase is Phase.ENDING:
             return _only(self._forced[:1], size)
         if self._form is None:
@@ -197,7 +240,6 @@ class Guide:
         return bits
 
     def read(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Parse an answer that ends, if it is complete."""
         form = self._ruling
         if form is None:
             return

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from vlm_batch.arrays import joined
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
 from vlm_batch.engine.row import Row
-from vlm_batch.engine.sampling import Drawn
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 from vlm_batch.runtime.device import Device, device
 
@@ -66,11 +66,10 @@ class Decoder:
 
     def _forward(self, step: DecodeStep) -> list[mx.array]:
         """Return logits (B, V), and hidden states (B, D) if kept."""
-        graphs = self._compiled
-        if graphs is None or not step.caches[0].can_trace:
-            return self._plain(step)
-        is_plain = self._is_plain
-        if not graphs.can_compile(step.caches, step.extras, is_plain=is_plain):
+        graphs, is_plain = self._compiled, self._is_plain
+        if graphs is None or not graphs.can_compile(
+            step.caches, step.extras, is_plain=is_plain
+        ):
             return self._plain(step)
         found: list[mx.array] = graphs(step)
         return found
@@ -178,69 +177,27 @@ def _keep_hidden(states: mx.array, rows: Sequence[Row], firsts: Sequence[int]) -
 def last_tokens(places: Sequence[Row | None]) -> mx.array:
     """Return the rows' last tokens (B,), 0 for empty places.
 
-    One slice takes all tokens sampled together: on a GPU each operation costs.
+    Tokens sampled together, as mostly, are one array; of several one operation takes them: on a GPU each costs.
     """
-    together = _sampled_together(places)
-    if together is not None:
-        return together
-    run = _Run(mx.zeros((0,), dtype=mx.int32), 1, 1)  # which nothing follows
-    runs: list[_Run] = []
+    arrays: dict[int, mx.array] = {}  # by identity
+    begins: dict[int, int] = {}  # of each, in all of them
+    wanted: list[int] = []
+    size = 0
     for row in places:
-        # of an empty place any token, which becomes 0 below; a run's next one needs no further slice
-        drawn = run.next_or_zero() if row is None else row.answer.drawn
-        if not run.take(drawn):
-            run = _Run.of(drawn)
-            runs.append(run)
-    parts = [run.cut() for run in runs]
-    found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    if None not in places:
-        return found
-    return found * mx.array([row is not None for row in places], dtype=mx.int32)
-
-
-def _sampled_together(places: Sequence[Row | None]) -> mx.array | None:
-    """Return the array that has all rows' last tokens in their order, as mostly; else None."""
-    first = places[0]
-    if first is None:
-        return None
-    tokens: mx.array = first.answer.drawn[0]
-    if tokens.size != len(places):
-        return None
-    for at, row in enumerate(places):
         if row is None:
-            return None
-        own, place = row.answer.drawn
-        if own is not tokens or place != at:
-            return None
-    return tokens
-
-
-@dataclass
-class _Run:
-    """Tokens [first, end) of an array."""
-
-    tokens: mx.array
-    first: int
-    end: int
-
-    @classmethod
-    def of(cls, drawn: Drawn) -> _Run:
-        tokens, at = drawn
-        return cls(tokens, at, at + 1)
-
-    def take(self, drawn: Drawn) -> bool:
-        """Go on by a token, if it is the next one."""
-        tokens, at = drawn
-        is_next = tokens is self.tokens and at == self.end
-        self.end += is_next
-        return is_next
-
-    def next_or_zero(self) -> Drawn:
-        """Return the next token, if there is one, else a zero."""
-        if self.end < self.tokens.size:
-            return self.tokens, self.end
-        return mx.zeros((1,), dtype=mx.int32), 0
-
-    def cut(self) -> mx.array:
-        is_whole = self.end - self.first == self.tokens.size
-        return self.tokens if is_whole else self.tokens[self.first : self.end]
+            wanted.append(-1)
+            continue
+        tokens, at = row.answer.drawn
+        name = id(tokens)
+        if name not in arrays:
+            arrays[name] = tokens
+            begins[name] = size
+            size += tokens.size
+        wanted.append(begins[name] + at)
+    each = [*arrays.values()]
+    if None in places:
+        each.append(mx.zeros((1,), dtype=mx.int32))
+    found = joined(each)
+    if wanted == [*range(size)]:
+        return found
+    return found[mx.array(wanted)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
-from vlm_batch.engine.constraints import Guide
+from vlm_batch.engine.constraints import NoGuide
 from vlm_batch.engine.draft_costs import Expectation
 from vlm_batch.engine.earlier import EarlierText, checked
 from vlm_batch.records import DraftState, Hidden
@@ -45,8 +46,16 @@ class NoDrafter:
     #: Number of last hidden states that a model needs to draft for it.
     context = 0
 
-    def add(self, token: int, guide: Guide | None) -> None:
+    def add(self, token: int, guide: NoGuide) -> None:
         """Hear the answer's next token, which ``guide`` has seen."""
+
+    def foreseen(self, guide: NoGuide) -> Expectation | None:
+        """Return what it may propose once its launched token is known. Raises what the text raises."""
+        return None
+
+    def of_model(self, most: int, guide: NoGuide, position: int) -> Expectation | None:
+        """Return what to expect of the model that drafts, if it knows the row up to ``position``."""
+        return None
 
     def drop(self) -> None:
         """Let the next forward go without a draft."""
@@ -94,8 +103,9 @@ class Drafter(NoDrafter):
         state: DraftState | None = None,
     ) -> None:
         self.text = text
-        self.state = state
-        self.context = 0 if state is None else state.hidden.maxlen or 0
+        # without a model that drafts one that keeps nothing
+        self.state = state or DraftState(deque(maxlen=0))
+        self.context = self.state.hidden.maxlen or 0
         self.rates = dict(acceptance.rates)
         self._acceptance = acceptance
         # smoothed number of tokens that its form forces after a token
@@ -108,18 +118,16 @@ class Drafter(NoDrafter):
         self._rest = 0
 
     def copy(self) -> Drafter:
-        state = None if self.state is None else self.state.copy()
-        made = Drafter(self.text.copy(), self._acceptance, state)
+        made = Drafter(self.text.copy(), self._acceptance, self.state.copy())
         made.rates = dict(self.rates)
         return made
 
     # What it hears
 
-    def add(self, token: int, guide: Guide | None) -> None:
+    def add(self, token: int, guide: NoGuide) -> None:
         self._follow(token)
         self.text.add(token)
-        if guide is not None:
-            self._forced += OWN_WEIGHT * (len(guide.ahead) - self._forced)
+        self._forced += OWN_WEIGHT * (len(guide.ahead) - self._forced)
 
     def _follow(self, token: int) -> None:
         """Count whether a token was proposed, though it may not have been drafted."""
@@ -133,16 +141,14 @@ class Drafter(NoDrafter):
             self._rest -= 1
 
     def see(self, hidden: Hidden) -> None:
-        if self.state is not None:
-            self.state.hidden.append(hidden)
+        self.state.hidden.append(hidden)
 
     def drop(self) -> None:
         self.ahead = ()
 
     def begin_again(self) -> None:
         self.drop()
-        if self.state is not None:
-            self.state.clear()
+        self.state.clear()
 
     def end(self) -> None:
         self.text.end(self.MOST_SPOKEN)
@@ -160,7 +166,7 @@ class Drafter(NoDrafter):
         return self._proposed
 
     def propose(
-        self, most: int, guide: Guide | None, form_seconds: float
+        self, most: int, guide: NoGuide, form_seconds: float
     ) -> tuple[int, ...]:
         """Return what its form forces, and what followed that earlier. Raises what the sources raise.
 
@@ -168,13 +174,13 @@ class Drafter(NoDrafter):
             form_seconds: how long the form may check the earlier text.
         """
         most = min(most, SIZES[-1])
-        self._has_form = guide is not None
-        if guide is None:
+        self._has_form = guide.rules
+        if not guide.rules:
             self._num_sure = 0
             return self.proposed[:most]
         forced = guide.ahead[:most]
         self._num_sure = len(forced)
-        if guide.looks_ahead and len(forced) < most:
+        if guide.checks_drafts and len(forced) < most:
             more = most - len(forced)
             text = checked(self.text.propose(more, forced), more)
             if text:
@@ -183,9 +189,8 @@ class Drafter(NoDrafter):
         self._forced += OWN_WEIGHT * (len(tokens) - len(forced))
         return tokens
 
-    def foreseen(self, guide: Guide | None) -> Expectation | None:
-        """Return what it may propose once its launched token is known. Raises what the text raises."""
-        if guide is not None:
+    def foreseen(self, guide: NoGuide) -> Expectation | None:
+        if guide.rules:
             most = max(1, round(self._forced))
             return Expectation("form", most, self.rates["form"], longest=self._forced)
         most = len(self.proposed) - 1
@@ -207,21 +212,15 @@ class Drafter(NoDrafter):
             sure_rate=self.rates["form"],
         )
 
-    def of_model(
-        self, most: int, guide: Guide | None, position: int
-    ) -> Expectation | None:
-        """Return what to expect of the model that drafts, if it knows the row up to ``position``."""
-        if self.state is None or self.state.end != position:
-            return None
-        is_checked = guide is None or guide.looks_ahead
-        if most <= 0 or not is_checked:
+    def of_model(self, most: int, guide: NoGuide, position: int) -> Expectation | None:
+        is_known = self.state.end == position
+        if not is_known or most <= 0 or not guide.checks_drafts:
             return None
         length = min(SIZES[-1], most)
         return Expectation("model", length, self.rates["model"])
 
     def read(self) -> DraftState:
         """Return what the model that drafts is to read: hidden states, and the tokens behind them."""
-        assert self.state is not None
         tokens: list[int] = []
         for one in self.state.hidden:
             tokens += self.text.said(one.begin + 1, one.end + 1)
@@ -248,8 +247,6 @@ class Drafter(NoDrafter):
                 self._note(source, held=is_right)
             self._acceptance.note(source, held=is_right)
         self.ahead = ()
-        if self.state is None:
-            return
         if self.state.hidden:
             self.state.keep(count)
 

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.constraints import NoGuide
 from vlm_batch.engine.draft_costs import (
     LEAST_GAIN,
     LEAST_GAIN_READ,
@@ -133,7 +134,7 @@ class Drafts(NoDrafts):
             state = DraftState(deque(maxlen=self.model.context))
         text = EarlierText(ids.tobytes(), self._spoken_by(row.client))
         row.answer.drafter = Drafter(text, self.acceptance, state)
-        if row.answer.guide is not None:
+        if row.answer.guide.rules:
             row.answer.guide.most_ahead = SIZES[-1]
 
     def _spoken_by(self, client: int) -> bytearray:
@@ -174,7 +175,7 @@ class Drafts(NoDrafts):
             foreseen = self._foreseen(row)
             if foreseen is not None:
                 found[row] = foreseen
-                has_forms |= row.answer.guide is not None
+                has_forms |= row.answer.guide.rules
         if not found:
             return False
         is_due = bool(self._chosen(group, found, LEAST_GAIN))
@@ -185,11 +186,9 @@ class Drafts(NoDrafts):
 
     def _foreseen(self, row: Row) -> Expectation | None:
         """Return a row's probable draft before its token is known."""
-        answer, drafter = row.answer, row.answer.drafter
-        if not isinstance(drafter, Drafter):
-            return None
+        answer = row.answer
         try:
-            own = drafter.foreseen(answer.guide)
+            own = answer.drafter.foreseen(answer.guide)
         except Exception:
             self._give_up(row)
             return None
@@ -260,7 +259,7 @@ class Drafts(NoDrafts):
         if self.model is None:
             return own
         position = row.facts.length + row.answer.num_sampled - 1
-        model = _drafter(row).of_model(most, row.answer.guide, position)
+        model = row.answer.drafter.of_model(most, row.answer.guide, position)
         if model is None or own is None:
             return model or own
         is_longer = model.tokens(most) > own.tokens(own.most)
@@ -347,8 +346,9 @@ class Drafts(NoDrafts):
         """Let the model draft, as far as forms allow it."""
         for row, tokens in self._ask(group, lengths).items():
             drafter = _drafter(row)
-            if row.answer.guide is not None:
-                tokens = self._allowed(row, tokens, form_seconds)
+            guide = row.answer.guide
+            if guide.rules:
+                tokens = self._allowed(row, guide, tokens, form_seconds)
             drafter.launch(tokens, by_model=True)
 
     def _ask(
@@ -385,11 +385,13 @@ class Drafts(NoDrafts):
         return found
 
     def _allowed(
-        self, row: Row, tokens: tuple[int, ...], form_seconds: Callable[[], float]
+        self,
+        row: Row,
+        guide: NoGuide,
+        tokens: tuple[int, ...],
+        form_seconds: Callable[[], float],
     ) -> tuple[int, ...]:
         """Return the first drafted tokens that a row's form allows."""
-        guide = row.answer.guide
-        assert guide is not None
         try:
             guide.look_ahead(tokens, form_seconds())
             return guide.ahead[: len(tokens)]

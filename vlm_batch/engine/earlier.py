@@ -10,8 +10,8 @@ from typing import Any
 
 #: Tokens that must match for text to be proposed, and bytes of each.
 TAIL, WIDTH = 3, 4
-#: Earlier places that are compared: text is proposed up to where they differ.
-PLACES = 2
+#: Earlier ends that are compared: text is proposed up to where they differ.
+ENDS = 2
 
 
 class EarlierText:
@@ -48,7 +48,7 @@ class EarlierText:
             for text in (said, self._spoken)
             for behind in behinds(text, tail, most)
         )
-        return common(list(islice(found, PLACES)))
+        return common(list(islice(found, ENDS)))
 
     def end(self, most: int) -> None:
         """Keep the answer for the client's later ones, of all answers the last ``most`` tokens."""

@@ -19,7 +19,7 @@ from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NO_DRAFTS, NoDrafts
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.limit import Capacity
-from vlm_batch.engine.memory import RowMemory
+from vlm_batch.engine.memory import memory_of
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.planning import Planner
 from vlm_batch.engine.pressure import MemoryGuard
@@ -35,7 +35,7 @@ from vlm_batch.engine.telling import Telling
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.trial import Trial
 from vlm_batch.engine.warming import forwards
-from vlm_batch.engine.work import Part, Work, attempt
+from vlm_batch.engine.work import Part, Work, attempt_each
 from vlm_batch.policy import Policy, policy_of
 from vlm_batch.records import Terms
 from vlm_batch.store.prompt import PromptCache
@@ -97,7 +97,7 @@ class BatchGenerator:
         self._pace = Pace(policy)
         self.trial = Trial(self.adapter, kv, shapes)
         more = 0 if drafts.model is None else drafts.model.bytes_per_token
-        self.memory = RowMemory(policy.max_bytes, batch.slabs, more)
+        self.memory = memory_of(policy.max_bytes, batch.slabs, more)
         self.rows = Rows(
             batch, self.capacity, self.memory, self.reuse, policy.ageing_seconds
         )
@@ -239,8 +239,8 @@ class BatchGenerator:
         return self._tell()
 
     def _begin_patience(self) -> None:
-        has_others = any(row.answer.guide is None for row in self.rows.batch.rows)
-        self.telling.patience.begin(beside_others=has_others)
+        are_guided = [row.answer.guide.rules for row in self.rows.batch.rows]
+        self.telling.patience.begin(beside_others=False in are_guided)
 
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
         """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""
@@ -270,8 +270,8 @@ class BatchGenerator:
         found: dict[bool, list[Part]] = {False: [], True: []}
         for group in batch.groups:
             self._has_worked = True
-            decode = attempt(group.rows, self.runner.decode, group, is_shared=True)
-            for part in self.retry.made(decode):
+            parts = attempt_each(group.rows, self.runner.decode, group)
+            for part in self.retry.made(parts):
                 found[part.is_held].append(part)
         return found[False], found[True]
 
@@ -317,6 +317,7 @@ class BatchGenerator:
         self._has_worked = True
         recomputed = self.retry.num_recomputed
         for part in self.retry.made(self.runner.encode(rows)):
+            self.reuse.take_continued(part.rows[0])
             self.rows.ledger.move(part.rows[0], Stage.ENCODED)
         return self.retry.num_recomputed == recomputed
 

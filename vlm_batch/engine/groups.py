@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vlm_batch.caches import LayerCache, Placement
-from vlm_batch.engine.batch import DecodeBatch, next_length
+from vlm_batch.engine.batch import NO_BATCH, DecodeBatch, NoBatch, next_length
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import Shapes
 
@@ -44,12 +44,18 @@ class DecodeGroups:
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
-    def of(self, row: Row) -> DecodeBatch | None:
+    def of(self, row: Row) -> NoBatch:
         """Return a row's group."""
         for group in self.groups:
             if row in group.places:
                 return group
-        return None
+        return NO_BATCH
+
+    def take(self, row: Row) -> list[Any]:
+        """Take a row out of its group, with its caches."""
+        caches = self.of(row).take(row)
+        self.leave(row)
+        return caches
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a row a place in the first group that takes it, else in a new one."""
@@ -96,11 +102,7 @@ class DecodeGroups:
 
     def move(self, row: Row) -> None:
         """Move a row to the group that it belongs to."""
-        group = self.of(row)
-        assert group is not None
-        caches = group.take(row)
-        self.leave(row)
-        self.join(row, caches)
+        self.join(row, self.take(row))
 
     def slabs(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Return the slabs' (places, columns) for these rows' lengths; (1, length) each for caches per row."""
@@ -125,10 +127,8 @@ class DecodeGroups:
 
     def leave(self, row: Row) -> None:
         """Free a row's place, if it has one."""
-        group = self.of(row)
-        if group is not None:
-            group.leave(row)
-            self.groups = tuple(group for group in self.groups if group.rows)
+        self.of(row).leave(row)
+        self.groups = tuple(group for group in self.groups if group.rows)
 
     def drop(self, rows: Iterable[Row]) -> list[Row]:
         """Drop these rows' groups. Returns all rows in them."""

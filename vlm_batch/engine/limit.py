@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 
 from vlm_batch.policy import Policy
 
@@ -11,7 +12,17 @@ from vlm_batch.policy import Policy
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-class RowLimit:
+@dataclass
+class NoLimit:
+    """Of an engine that is told how many rows may live."""
+
+    rows: int
+
+    def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> None:
+        """Record a step that only decoded."""
+
+
+class RowLimit(NoLimit):
     """Finds the number of ``rows`` at which a step costs least per row.
 
     While others wait, it tries the next number of ``LADDER`` and compares medians of ``STEPS`` steps. It stays if the
@@ -46,7 +57,6 @@ class RowLimit:
         self._rests_until = 0
 
     def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> None:
-        """Record a step that only decoded."""
         self._count += 1
         if rows != self._at:
             self._at, self._times = rows, []
@@ -60,22 +70,22 @@ class RowLimit:
 
     def _judge(self, are_waiting: bool) -> None:
         """Shrink if this number does not pay, else grow if rows wait."""
-        place = self._ladder.index(self.rows)
+        rung = self._ladder.index(self.rows)
         here = self._share(self.rows)
         worst = 1 + self.LOSS
         if self.rows > self._first:
             worst = 1 - self.GAIN
-        if place and here > self._share(self._ladder[place - 1]) * worst:
+        if rung and here > self._share(self._ladder[rung - 1]) * worst:
             self._rests_until = self._count + self._patience
             self._patience *= 2
-            self.rows = self._ladder[place - 1]
+            self.rows = self._ladder[rung - 1]
             return
         if not are_waiting or self.rows >= self.most:
             return
         is_slow = here * self.rows > self._gap
         if is_slow or self._count < self._rests_until:
             return
-        self.rows = self._ladder[place + 1]
+        self.rows = self._ladder[rung + 1]
         self._known.pop(self.rows, None)  # it is measured anew
 
     def _share(self, rows: int) -> float:
@@ -90,23 +100,20 @@ class Capacity:
 
     def __init__(self, policy: Policy) -> None:
         self.most_rows = policy.max_rows or policy.most_rows
-        self.limit = (
-            None
-            if policy.max_rows
-            else RowLimit(policy.first_rows, self.most_rows, gap=policy.token_gap)
-        )
+        self.limit = NoLimit(self.most_rows)
+        if not policy.max_rows:
+            first, gap = policy.first_rows, policy.token_gap
+            self.limit = RowLimit(first, self.most_rows, gap=gap)
         self.most_live = self.most_rows
-        #: Most places while the system is short of memory; None: it is not.
-        self.ceiling: int | None = None
+        #: Whether the system is short of memory, and the most places meanwhile.
+        self.is_short = False
+        self.ceiling = self.most_rows
         self._is_plain = False  # whether the last step only decoded
         self._ended = 0  # rows that ended since ``most_live`` changed
 
     @property
     def num_places(self) -> int:
-        places = self.most_live
-        if self.limit is not None:
-            places = min(places, self.limit.rows)
-        return places if self.ceiling is None else min(places, self.ceiling)
+        return min(self.most_live, self.limit.rows, self.ceiling)
 
     def pause(self) -> None:
         """Note a step without a forward: the next one is not timed."""
@@ -117,8 +124,6 @@ class Capacity:
     ) -> None:
         """Record a step. The limit counts decode-only steps that follow another."""
         was_plain, self._is_plain = self._is_plain, not tokens
-        if self.limit is None:
-            return
         if tokens or not was_plain:
             return
         may_grow = are_waiting and self.most_live > self.limit.rows

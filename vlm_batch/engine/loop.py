@@ -302,7 +302,6 @@ class EngineLoop:
         while (row := admission.next_to_prepare()) is not None:
             self._prepare(row)
         while (row := admission.next_to_process()) is not None:
-            assert row.prompt.loading is not None
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,34 @@ STEPS_OF_ENCODING = 2
 PROBE = 256
 
 
-class RowMemory:
+class NoBound:
+    """Of an engine whose rows may take any memory."""
+
+    #: Most bytes of live rows.
+    max_bytes: int | None = None
+
+    def probe(self, trial: Trial) -> None:
+        """Learn a row's bytes from a made-up prompt, or the first row if the family needs a picture."""
+
+    def learn(self, caches: Sequence[Any], seen: int) -> None:
+        """Learn a row's bytes from its caches of ``seen`` tokens."""
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Return whether rows with so many tokens fit together."""
+        return True
+
+    def is_look_due(self) -> bool:
+        """Count a step; return whether rows may have outgrown what they were checked for."""
+        return False
+
+    def check(self, row: Row) -> None:
+        """Raise DoesNotFit for a row that never fits."""
+
+    def check_length(self, length: int, how: str = "at least ") -> None:
+        """Raise DoesNotFit for a prompt that never fits. Safe from any thread."""
+
+
+class RowMemory(NoBound):
     """Bytes of live rows under a bound, before they enter. Engine's thread only.
 
     Args:
@@ -34,22 +62,20 @@ class RowMemory:
 
     def __init__(
         self,
-        max_bytes: int | None,
+        max_bytes: int,
         slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
         more: int = 0,
     ) -> None:
-        self.max_bytes = max_bytes
+        self.max_bytes: int = max_bytes
         self._slabs = slabs
         self._more = more
         #: Bytes at each of LENGTHS; rows with layers of their own for pictures count as the largest seen.
         self._at: tuple[int, ...] = ()
-        self._until_look = 0  # steps until the next look at grown rows
+        # steps until the next look at grown rows; none can have outgrown what it was checked for before
+        self._until_look = GROWTH
         self._is_probed = False  # known from a prompt without pictures, not from a row
 
     def probe(self, trial: Trial) -> None:
-        """Learn a row's bytes from a made-up prompt, or the first row if the family needs a picture."""
-        if self.max_bytes is None:
-            return
         try:
             _, caches, seen = trial.prefilled([trial.prompt(PROBE)], is_whole=False)
             self.learn(caches, seen)
@@ -58,18 +84,14 @@ class RowMemory:
         self._is_probed = True
 
     def learn(self, caches: Sequence[Any], seen: int) -> None:
-        if self.max_bytes is None:
-            return
-        known = self._at
-        if self._is_probed:
-            known = ()
-            self._is_probed = False
+        known = () if self._is_probed else self._at
+        self._is_probed = False
 
         def bytes_at(length: int) -> int:
             return row_bytes(caches, length, seen) + self._more * length
 
-        place = min(bisect_left(LENGTHS, seen), len(LENGTHS) - 1)
-        if known and bytes_at(LENGTHS[place]) <= known[place]:
+        index = min(bisect_left(LENGTHS, seen), len(LENGTHS) - 1)
+        if known and bytes_at(LENGTHS[index]) <= known[index]:
             # rows differ by their pictures alone, which take the same at every length
             return
         found = tuple(map(bytes_at, LENGTHS))
@@ -78,7 +100,7 @@ class RowMemory:
     def of(self, tokens: int) -> int:
         """Return a row's bytes; 0 if unknown."""
         at = self._at
-        if not at or tokens <= 0:
+        if not at:
             return 0
         below = max(0, tokens.bit_length() - LENGTHS[0].bit_length())
         if below + 1 >= len(LENGTHS):
@@ -93,13 +115,11 @@ class RowMemory:
         return sum(places * self.of(tokens) for places, tokens in slabs)
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Return whether rows with so many tokens fit together."""
-        return self.max_bytes is None or self.together(lengths) <= self.max_bytes
+        return self.together(lengths) <= self.max_bytes
 
     def is_look_due(self) -> bool:
-        """Count a step; return whether rows may have outgrown what they were checked for."""
         self._until_look -= 1
-        if self._until_look > 0 or self.max_bytes is None:
+        if self._until_look > 0:
             return False
         self._until_look = GROWTH
         return True
@@ -108,9 +128,6 @@ class RowMemory:
         self.check_length(tokens(row), "")
 
     def check_length(self, length: int, how: str = "at least ") -> None:
-        """Raise DoesNotFit for a prompt that never fits. Safe from any thread."""
-        if self.max_bytes is None:
-            return
         needed = self.together([length])
         if needed <= self.max_bytes:
             return
@@ -121,7 +138,6 @@ class RowMemory:
         )
 
     def _most_tokens(self) -> int:
-        assert self.max_bytes is not None
         least, most = 0, LENGTHS[-1]
         while least < most:
             middle = (least + most + 1) // 2
@@ -130,6 +146,17 @@ class RowMemory:
             else:
                 most = middle - 1
         return least
+
+
+def memory_of(
+    max_bytes: int | None,
+    slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
+    more: int = 0,
+) -> NoBound:
+    """Return the memory of an engine's rows; see ``RowMemory``."""
+    if max_bytes is None:
+        return NoBound()
+    return RowMemory(max_bytes, slabs, more)
 
 
 def tokens(row: Row) -> int:
@@ -162,7 +189,7 @@ class EncoderMemory:
     """The encoder's temporary bytes, learned from memory peaks, under ``limit`` (None: no bound)."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+        self._limit: float = math.inf if limit is None else limit
         self._sizes = Sizes(min)  # a peak may have other causes
         # (input bytes, active bytes before, steps since)
         self._running: list[tuple[int, int, int]] = []
@@ -191,13 +218,11 @@ class EncoderMemory:
 
     def _forget(self, peak: int) -> None:
         """Forget the peak that a load or a long prompt has left, which would hide those of encodings."""
-        if self._limit is not None and peak > self._limit:
+        if peak > self._limit:
             reset_peak()
 
     def fits(self, nbytes: int) -> bool:
         """Return whether an encoding has room; an unknown size has."""
-        if self._limit is None:
-            return True
         return mx.get_active_memory() + self.expected(nbytes) <= self._limit
 
     def expected(self, nbytes: int) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 
 from vlm_batch.engine import schedule
 from vlm_batch.engine.ledger import PLACED, WAITING
-from vlm_batch.engine.memory import RowMemory, tokens
+from vlm_batch.engine.memory import NoBound, tokens
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Stage
@@ -28,7 +28,7 @@ class Planner:
         self,
         rows: Rows,
         runner: Runner,
-        memory: RowMemory,
+        memory: NoBound,
         reuse: Reuse,
         pace: Pace,
         policy: Policy,
@@ -86,10 +86,8 @@ class Planner:
 
     def rests(self, work: Work) -> bool:
         """Return whether all whose prompts these are rest by now."""
-        if not self._resting:
-            return False
-        rows = [self._ledger.get(name) for name in work.rows]
-        return all(row is None or row.client in self._resting for row in rows)
+        rows = filter(None, map(self._ledger.get, work.rows))
+        return {row.client for row in rows} <= self._resting
 
     def _note_rest(self, now: float) -> None:
         """Count the time since the last plan."""
@@ -215,8 +213,6 @@ class Planner:
     def _without_resting(
         self, lines: dict[int, list[schedule.WaitingRow]]
     ) -> dict[int, list[schedule.WaitingRow]]:
-        if not self._resting:
-            return lines
         return {one: line for one, line in lines.items() if one not in self._resting}
 
     def _may_encode(self, request_id: str) -> bool:
@@ -226,10 +222,7 @@ class Planner:
 
 def _is_quick(row: Row) -> bool:
     """Return whether a row's processor mostly takes less than a step: it has no media, and no form to compile."""
-    loading = row.prompt.loading
-    if loading is None or row.params.form is not None:
-        return False
-    return loading.known_nbytes == 0
+    return row.params.form is None and row.prompt.loading.known_nbytes == 0
 
 
 def _live(row: Row) -> schedule.LiveRow:

@@ -63,13 +63,12 @@ class MemoryGuard:
         self.clock = clock
         self._next = 0.0  # time of the next look
         self._looks = 0  # since the pressure began
-        self._since: float | None = None
+        self._since = 0.0
 
     @property
     def pressed(self) -> float:
         """Seconds since memory became short; 0 while it is not."""
-        since = self._since
-        return 0.0 if since is None else self.clock() - since
+        return self.clock() - self._since if self._capacity.is_short else 0.0
 
     def step(self) -> None:
         """Look, if it is time."""
@@ -83,14 +82,15 @@ class MemoryGuard:
         least = min(self._least * figures.total, MOST_FREE)
         if not figures.has(least):
             self._press(figures, now)
-        elif self._since is not None and figures.has(ENOUGH * least):
+        elif self._capacity.is_short and figures.has(ENOUGH * least):
             self._relax(figures)
 
     def _press(self, figures: Available, now: float) -> None:
         live = self._rows.live()
         self._looks += 1
-        if self._since is None:
+        if not self._capacity.is_short:
             self._since = now
+            self._capacity.is_short = True
             self._say("is short of memory", figures)
         if self._looks == 1:
             self._capacity.ceiling = max(1, len(live))
@@ -109,21 +109,19 @@ class MemoryGuard:
         """Have the last rows in line begin again later, and those that are parked. Returns whether there were any."""
         rows = [*self._rows.live(), *self._rows.parked()]
         # a row whose inputs are gone could not begin again
-        last = [row for row in rows[ceiling:] if row.given is not None]
+        last = [row for row in rows[ceiling:] if row.given]
         for row in last:
             self._retry.outgrow(row)
         return bool(last)
 
     def _relax(self, figures: Available) -> None:
         """Let twice as many rows live; all of them at last."""
-        ceiling = self._capacity.ceiling
-        assert ceiling is not None
+        capacity = self._capacity
         self._looks = 0
-        if 2 * ceiling < self._capacity.most_rows:
-            self._capacity.ceiling = 2 * ceiling
+        capacity.ceiling = min(2 * capacity.ceiling, capacity.most_rows)
+        if capacity.ceiling < capacity.most_rows:
             return
-        self._capacity.ceiling = None
-        self._since = None
+        capacity.is_short = False
         self._say("has memory again", figures)
 
     def _say(self, what: str, figures: Available) -> None:

@@ -1,7 +1,7 @@
 """Settles rows whose work failed or that outgrew the memory.
 
 A row's own failure ends it. If shared work fails, its rows are recomputed alone until the culprit fails. If memory runs
-out, fewer rows at a time are recomputed. They keep their place in line and their tokens.
+out, fewer rows at a time are recomputed. They keep their turn and their tokens.
 """
 
 from __future__ import annotations
@@ -67,15 +67,10 @@ class Retry:
 
     def _is_apart(self, row: Row) -> bool:
         """Return whether a row has failed before, and was alone for that."""
-        group = self._rows.batch.of(row)
-        is_alone = group is not None and group.is_apart
-        return is_alone or row.is_suspect
+        return self._rows.batch.of(row).is_apart or row.is_suspect
 
-    def made(self, made: Iterable[Made | Failed] | Failed) -> Iterator[Made]:
+    def made(self, made: Iterable[Made | Failed]) -> Iterator[Made]:
         """Yield what was made; settle what failed."""
-        if isinstance(made, Failed):
-            self.settle(made)
-            return
         for one in made:
             if isinstance(one, Failed):
                 self.settle(one)
@@ -122,7 +117,7 @@ class Retry:
         """Put a row back in line; end it if its inputs are gone."""
         if row.has_ended:
             return
-        if row.given is None:
+        if not row.given:
             self._rows.end(row, "error", error)
             return
         self._rows.put_back(row)

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 MIN_TOKENS, ALWAYS_SHARED = 8, 64
 #: Fewest tokens between two snapshots at chunk ends. Turn boundaries always have one.
 SNAPSHOT_STRIDE = 512
+#: Of a prompt that continues nothing.
+NO_MATCH = Match(SavedRow(np.zeros((0, 3), dtype=np.int64), 0, {}, {}), 0, 0)
 
 
 def _min_shared_tokens(length: int) -> int:
@@ -176,9 +178,8 @@ class Reuse:
     # Rows that wait for another's prefix
 
     def waits_for(self, row: Row, others: Iterable[Row]) -> bool:
-        """Return whether a row in prefill will leave a much longer prefix than the cached one."""
-        is_encoded = row.prompt.encoded is not None
-        if is_encoded or not self._may_share(row):
+        """Return whether a row in prefill will leave ``row``, not encoded yet, a much longer prefix than the cached one."""
+        if not self._may_share(row):
             return False
         key = self._key_or_none(row)
         if key is None:
@@ -236,28 +237,23 @@ class Reuse:
         found = self._match(row, key)
         if not _can_be_cut(fresh):
             row.reuse.stops = _stops(key, found)
-        if found is None or not found.length:
-            return 0
-        self._restore(row, key, found)
+        if found.length:
+            self._restore(row, key, found)
         return found.length
 
     def _key_to_share(self, row: Row) -> PromptKey | None:
         """Return the key of a prompt that takes or leaves states, else None. Raises InvalidCache."""
-        own = row.reuse
-        is_asked = own.continues is not None or row.terms.returns_cache
-        if is_asked:
+        if row.reuse.continues is not None or row.terms.returns_cache:
             self._check_family(row.params)
-        elif not self.prefix.keeps:
+        elif not self._may_share(row):
             return None
-        if row.params.prompt_logprobs is not None:
-            return None  # no token may be left out
         return self._key(row)
 
-    def _match(self, row: Row, key: PromptKey) -> Match | None:
+    def _match(self, row: Row, key: PromptKey) -> Match:
         """Return the match with the user's cache, else with the cached prefixes. Raises InvalidCache."""
         given = row.reuse.continues
         if given is None:
-            return self._cached(key)
+            return self._cached(key) or NO_MATCH
         self.identity.check(given.identity)
         saved = given.peek()
         found = match(saved, key)
@@ -293,7 +289,7 @@ class Reuse:
         The state is ``pending`` until the first token is finite. ``logits`` (1, V): the last chunk's, else None.
         """
         own, cache = row.reuse, row.prompt.cache
-        if own.key is None or cache is None:
+        if own.key is None:
             return []
         if logits is None:
             return _add_snapshot(row, None) if _needs_snapshot(row) else []
@@ -331,8 +327,8 @@ class Reuse:
 
     def end(self, row: Row) -> PromptCache | None:
         """Save a departed row's caches. Returns its prompt cache if its user wants it."""
-        left, row.prompt.cache = row.prompt.cache, None
-        if left is None:
+        left, row.prompt.cache = row.prompt.cache, []
+        if not left:
             return None
         is_returned = row.terms.returns_cache
         with keeping(row):
@@ -374,7 +370,7 @@ class Reuse:
     def _key(self, row: Row) -> PromptKey | None:
         """Return a prompt's key, made once; None if the family has none."""
         own, inputs = row.reuse, row.prompt.inputs
-        if own.key is not None or inputs is None:
+        if own.key is not None or not inputs:
             return own.key
         if self.adapter.spec.no_prefix_reuse is not None:
             return None
@@ -413,10 +409,9 @@ def _ends_of_pictures(key: PromptKey) -> list[int]:
     return [end for _, end in key.pictures]
 
 
-def _stops(key: PromptKey, found: Match | None) -> tuple[int, ...]:
+def _stops(key: PromptKey, found: Match) -> tuple[int, ...]:
     """Return where chunks end, so that layers that cannot be cut back have snapshots there."""
-    common = 0 if found is None else found.common
-    return tuple(sorted({common, *_ends_of_pictures(key)}))
+    return tuple(sorted({found.common, *_ends_of_pictures(key)}))
 
 
 def _salt(text: str) -> np.ndarray:
@@ -435,19 +430,18 @@ def _can_be_cut(caches: Sequence[Any]) -> bool:
 def _needs_snapshot(row: Row) -> bool:
     """Return whether a snapshot is due after a chunk: layers that cannot be cut back are there, and the last is far."""
     own, at = row.reuse, row.prompt.prefilled
-    before = sorted(own.snapshots)
-    place = bisect_right(before, at)
-    last = before[place - 1] if place else 0
+    before = [0, *sorted(own.snapshots)]
+    last = before[bisect_right(before, at) - 1]
     is_near = at - last < SNAPSHOT_STRIDE
     if is_near and at not in own.stops:
         return False
-    return not _can_be_cut(row.prompt.cache or ())
+    return not _can_be_cut(row.prompt.cache)
 
 
 def _save_constant(row: Row) -> list[mx.array]:
     """Save the layers that no further token changes. Returns arrays to evaluate."""
     arrays: list[mx.array] = []
-    for at, cache in enumerate(row.prompt.cache or ()):
+    for at, cache in enumerate(row.prompt.cache):
         kind = kind_of(cache)
         if kind.is_constant:
             state = row.reuse.constant[at] = kind.saved(0)
@@ -458,7 +452,6 @@ def _save_constant(row: Row) -> list[mx.array]:
 def _add_snapshot(row: Row, logits: mx.array | None) -> list[mx.array]:
     """Save a prompt's present state. Returns arrays to evaluate."""
     own, prompt = row.reuse, row.prompt
-    assert prompt.cache is not None
     snapshot = save_snapshot(prompt.cache, prompt.prefilled, logits)
     own.snapshots = thin({**own.snapshots, prompt.prefilled: snapshot})
     return snapshot.arrays()

@@ -14,15 +14,14 @@ import mlx.core as mx
 
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
-from vlm_batch.engine.constraints import Guide, Untold
+from vlm_batch.engine.constraints import NO_GUIDE, NoGuide, Untold
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
-from vlm_batch.engine.logprobs import PromptScores
+from vlm_batch.engine.logprobs import NO_SCORES, NoScores
 from vlm_batch.engine.overlap import Overlap
 from vlm_batch.engine.sampling import NO_RULES, NOT_DRAWN, Drawn, RowRules
 from vlm_batch.engine.text import (
     NO_TEXT,
     AnswerText,
-    Decode,
     ShownText,
 )
 from vlm_batch.errors import InvalidParameters, describe
@@ -72,8 +71,25 @@ USUAL_TERMS = Terms()
 #: Parameters of a row that has ended.
 NO_PARAMS = SamplingParams()
 
+#: A span of tokens that has none.
+NO_TOKEN = (0, -1)
 #: Losses after which a row stays in a group of its own: the failure depends on its neighbours and would come again.
 ALWAYS_SUSPECT = 3
+
+
+class NoLoading:
+    """Of a row that no loader has."""
+
+    nbytes = 0
+    num_pixels = 0
+    #: Bytes of what its processor will make; None: unknown.
+    known_nbytes: int | None = 0
+
+    def cancel(self) -> None:
+        """Stop, as far as it can."""
+
+
+NO_LOADING: Any = NoLoading()
 
 
 @dataclass(eq=False)
@@ -81,24 +97,23 @@ class Prompt:
     """A row's prompt, until its keys and values hold it. Each field is set until the next replaces it."""
 
     question: Any = None  # until it is read
-    loading: Loading | None = None
-    inputs: Mapping[str, Any] | None = None  # a processor's output
+    loading: Loading = NO_LOADING
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # a processor's output
     encoded: Encoded | None = None
-    cache: list[Any] | None = None  # its single-row caches, from encoding on
+    # its single-row caches, from encoding on
+    cache: list[Any] = field(default_factory=list)
     prefilled: int = 0  # positions that are in them
     is_shared: bool = False  # if prefilled whole, it shares an array
     logits: mx.array | None = None  # (1, V) of its next token, until that is chosen
 
     def to_prefill(self) -> tuple[Encoded, list[Any]]:
         """Return an encoded prompt, and its caches, one of each layer."""
-        assert self.encoded is not None and self.cache is not None
+        assert self.encoded is not None
         return self.encoded, self.cache
 
     @property
     def nbytes(self) -> int:
-        if self.inputs is not None:
-            return num_bytes(self.inputs)
-        return 0 if self.loading is None else self.loading.nbytes
+        return num_bytes(self.inputs) + self.loading.nbytes
 
 
 class Ending(NamedTuple):
@@ -121,16 +136,16 @@ class Answer:
     drafter: NoDrafter = NO_DRAFTER
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     rules: RowRules = NO_RULES  # tokens that end it, and words that it may not have
-    guide: Guide | None = None  # for rows whose next token depends on the last one
+    guide: NoGuide = NO_GUIDE
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_scores: PromptScores | None = None
+    prompt_scores: NoScores = NO_SCORES
     ending: Ending | None = None  # set when it is complete, until its row ends
 
     @property
     def untold(self) -> Untold | None:
         """The next token, which its form still checks."""
-        return None if self.guide is None else self.guide.untold
+        return self.guide.untold
 
     @property
     def option(self) -> OptionTokens | None:
@@ -149,15 +164,15 @@ class Answer:
         told = len(self.token_ids)
         if self.num_sampled < told:
             return self.token_ids[self.num_sampled]
-        if self.guide is None or self.num_sampled > told:
-            return None  # as mostly
         untold = self.guide.untold
-        return None if untold is None else untold.token
+        if untold is None or self.num_sampled > told:
+            return None  # as mostly
+        return untold.token
 
     @property
     def waits_for_token(self) -> bool:
         """Whether the choice of its next token needs its last one."""
-        return self.guide is not None and self.known_token is None
+        return self.guide.rules and self.known_token is None
 
     def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
         self.drawn = (drawn, at + count - 1)
@@ -234,11 +249,11 @@ class Row:
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
     siblings: tuple[Row, ...] = ()
-    # its processor's output, to recompute it from
-    given: Mapping[str, Any] | None = None
+    # its processor's output, to recompute it from, if that is kept
+    given: Mapping[str, Any] = field(default_factory=dict)
     losses: int = 0  # number of times that it was recomputed
     # [first, last] token that the failed forward may have computed
-    suspected: tuple[int, int] | None = None
+    suspected: tuple[int, int] = NO_TOKEN
     was_alone: bool = False  # when memory ran out
     gave_way: bool = False  # parked once for a due client
 
@@ -253,11 +268,9 @@ class Row:
     @property
     def is_suspect(self) -> bool:
         """Whether its forward may have failed; it then decodes alone."""
-        if self.suspected is None:
-            return False
         first, last = self.suspected
-        has_begun = self.answer.num_sampled >= first
-        return has_begun and len(self.answer.token_ids) <= last
+        is_behind = len(self.answer.token_ids) > last
+        return not is_behind and self.answer.num_sampled >= first
 
     @property
     def has_ended(self) -> bool:
@@ -299,9 +312,7 @@ class Row:
         self.losses += 1
         if self.is_only_read:
             answer.ending = None
-        self.prompt = Prompt()
-        if self.given is not None:
-            self.prompt.inputs = as_mlx(self.given)
+        self.prompt = Prompt(inputs=as_mlx(self.given))
         self.reuse = RowReuse(continues=reuse.continues)
         answer.drawn = NOT_DRAWN
         answer.num_sampled = 0
@@ -325,7 +336,7 @@ class Row:
         is_stop = token in answer.rules.end_ids
         # its form is complete: it can only end
         is_whole = False
-        if guide is not None:
+        if guide.rules:
             is_whole = self._finish(guide, decode, is_stop=is_stop)
         answer.drafter.add(token, guide)
         count = len(answer.token_ids)
@@ -352,7 +363,7 @@ class Row:
         return Ending(event, "length", None)
 
     def _finish(
-        self, guide: Guide, decode: Callable[[Sequence[int]], str], *, is_stop: bool
+        self, guide: NoGuide, decode: Callable[[Sequence[int]], str], *, is_stop: bool
     ) -> bool:
         """Wait for what a guide makes of the last token. Returns whether the answer's form is complete."""
         guide.finish()
@@ -366,7 +377,7 @@ class Row:
         if is_whole or is_stop:
             guide.read(decode)
         if guide.is_over:
-            self.answer.guide = None
+            self.answer.guide = NO_GUIDE
         return is_whole
 
     @property
@@ -406,7 +417,7 @@ class Row:
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(reason),
             prompt_token_ids=facts.token_ids,
-            parsed=None if answer.guide is None else answer.guide.parsed,
+            parsed=answer.guide.parsed,
             error=None if error is None else describe(error),
             exception=error,
             cache=cache,
@@ -416,27 +427,18 @@ class Row:
         self, reason: FinishReason
     ) -> tuple[TokenLogprobs | None, ...] | None:
         """Return the prompt's log-probabilities, if they are asked for and all are there."""
-        scores = self.answer.prompt_scores
-        if scores is None or reason == "error":
-            return None
         is_prefilled = reason == "length" or bool(self.answer.token_ids)
-        return scores.read() if is_prefilled else None
+        if reason == "error" or not is_prefilled:
+            return None
+        return self.answer.prompt_scores.told()
 
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""
         self.params = NO_PARAMS
-        self.prompt, self.reuse, self.given = Prompt(), RowReuse(), None
+        self.prompt, self.reuse, self.given = Prompt(), RowReuse(), {}
         self.siblings = ()
+        self.losses = -1  # launched tokens are not for it
         self.answer, self.facts = new_answer(self.params), NO_FACTS
-
-
-def decoder_of(text: AnswerText, skip_special_tokens: bool | None) -> Decode:
-    """Return the decoder of an answer with this parameter."""
-    if skip_special_tokens is None:
-        return text.decode_usual or text.decode
-    if skip_special_tokens:
-        return text.decode
-    return text.decode_all or text.decode
 
 
 def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
@@ -444,7 +446,7 @@ def new_answer(params: SamplingParams, text: AnswerText = NO_TEXT) -> Answer:
     if not params.ignore_eos:
         end_ids |= text.eos_token_ids
     return Answer(
-        ShownText(decoder_of(text, params.skip_special_tokens), params.stop),
+        ShownText(text.decoder(params.skip_special_tokens), params.stop),
         params.max_tokens,
         rules=RowRules(end_ids),
     )
@@ -468,7 +470,7 @@ def new_row(
     answer = new_answer(params, text)
     row = Row(request_id, params, seed, answer, prompt, terms)
     given = given or prompt.inputs
-    if given is not None and num_bytes(given) <= MOST_ON_HOST:
+    if num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
     row.reuse.continues = cache
     siblings: list[Row] = []
@@ -492,7 +494,7 @@ def fork(row: Row) -> list[Row]:
         option = sibling.answer.option
         needs_cache = option is None or len(option.tokens) > 1
         sibling.prompt = Prompt(
-            cache=copy.deepcopy(row.prompt.cache) if needs_cache else None,
+            cache=copy.deepcopy(row.prompt.cache) if needs_cache else [],
             prefilled=row.prompt.prefilled,
             logits=row.prompt.logits,
         )
@@ -505,7 +507,7 @@ def fork(row: Row) -> list[Row]:
         if option is not None:
             answer.rules = replace(given.rules, option=option)
         answer.prompt_scores = given.prompt_scores
-        answer.guide = None if given.guide is None else given.guide.copy()
+        answer.guide = given.guide.copy()
         answer.drafter = given.drafter.copy()
     siblings, row.siblings = row.siblings, ()
     return list(siblings)

@@ -7,14 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
 from vlm_batch.arrays import num_bytes
+from vlm_batch.checks import check_within
+from vlm_batch.engine.constraints import Untold
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.ledger import AHEAD, Ledger
 from vlm_batch.engine.limit import Capacity
-from vlm_batch.engine.memory import RowMemory, tokens
+from vlm_batch.engine.memory import NoBound, tokens
 from vlm_batch.engine.options import error_of
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
@@ -33,7 +36,7 @@ class Rows:
         self,
         batch: DecodeGroups,
         capacity: Capacity,
-        memory: RowMemory,
+        memory: NoBound,
         reuse: Reuse,
         ageing_seconds: float,
     ) -> None:
@@ -83,13 +86,13 @@ class Rows:
         """Bytes kept to recompute rows from. Thread-safe."""
         return sum(num_bytes(row.given) for row in self.ledger.tuple_at(*Stage))
 
-    def untold(self) -> list[Row]:
-        """Return the rows whose forms still check their last token."""
-        found: list[Row] = []
+    def untold(self) -> list[tuple[Row, Untold]]:
+        """Return the rows whose forms still check their last token, with that."""
+        found: list[tuple[Row, Untold]] = []
         for row in self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST):
-            guide = row.answer.guide
-            if guide is not None and guide.untold is not None:
-                found.append(row)
+            untold = row.answer.guide.untold
+            if untold is not None:
+                found.append((row, untold))
         return found
 
     def live(self) -> list[Row]:
@@ -129,17 +132,15 @@ class Rows:
         placed, asked = self.ledger.placed(), self.ledger.asked
         self._served.update(dict.fromkeys(placed, now))
         if len(self._served) > 2 * len(asked) + MOST_REMEMBERED:
-            gone = [client for client in self._served if client not in asked]
-            for client in gone:
-                del self._served[client]
+            there = self._served.keys() & asked.keys()
+            self._served = {client: self._served[client] for client in there}
         return Clients(now, self._ageing_seconds, placed, asked, self._served)
 
     # Moves
 
     def add(self, row: Row) -> None:
         """Queue a new row. Raises ValueError for an id in use."""
-        is_prepared = row.prompt.inputs is not None
-        self.ledger.add(row, Stage.PREPARED if is_prepared else Stage.INBOX)
+        self.ledger.add(row, Stage.PREPARED if row.prompt.inputs else Stage.INBOX)
 
     def place(self, row: Row) -> None:
         """Give an encoded row a place."""
@@ -147,7 +148,7 @@ class Rows:
         row.clock.note_place()
 
     def end_prefill(self, row: Row, logits: mx.array) -> None:
-        """Note a prefilled row's logits (1, V). Siblings become rows of their own.
+        """Note a prefilled row's logits (1, V). Siblings become rows of their own. Raises InvalidParameters.
 
         A row that asks for no token frees its place and caches. It ends once its work was read.
         """
@@ -156,8 +157,10 @@ class Rows:
             row.prompt = Prompt()
             self.ledger.move(row, Stage.LAST)
             return
+        size = row.facts.vocabulary or logits.shape[-1]
+        check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
-        siblings = fork(row) if row.siblings else []
+        siblings = fork(row)
         for sibling in siblings:
             self.ledger.add(sibling, Stage.READY)
         self.ledger.move(row, Stage.READY)
@@ -181,13 +184,12 @@ class Rows:
         """
         needs_place = row.needs_place
         caches, row.prompt = row.prompt.cache, Prompt()
-        if caches is not None:
+        if caches:
             self._memory.learn(caches, row.facts.length + row.answer.num_fed)
         if not needs_place:
             row.prompt = Prompt(cache=caches)
             self.ledger.move(row, Stage.DECODE)
             return
-        assert caches is not None
         self.batch.join(row, caches, others)
         self.ledger.move(row, Stage.DECODE)
 
@@ -197,20 +199,16 @@ class Rows:
         Args:
             logits: (1, V), of its last forward, if no token was chosen from them.
         """
-        group = self.batch.of(row)
-        assert group is not None
-        cache = group.take(row)
-        self.batch.leave(row)
+        cache = self.batch.take(row)
         row.prompt = Prompt(cache=cache, prefilled=row.facts.length, logits=logits)
         self.ledger.move(row, Stage.READY)
 
     def leave(self, row: Row) -> None:
         """Free the place of a row whose last work is launched; keep its caches if wanted."""
-        group = self.batch.of(row)
-        left = None
+        left: list[Any] = []
         if self._reuse.wants_caches(row):
             with keeping(row):
-                left = row.prompt.cache if group is None else group.take(row)
+                left = self.batch.of(row).take(row)
         self.batch.leave(row)
         row.prompt = Prompt(cache=left)
         self.ledger.move(row, Stage.LAST)
@@ -266,8 +264,7 @@ class Rows:
         """Take an ended row out of everything."""
         self.batch.leave(row)
         self.ledger.move(row, Stage.ENDED)
-        if row.prompt.loading is not None:
-            row.prompt.loading.cancel()
+        row.prompt.loading.cancel()
         if row.reuse.continues is not None:  # its user's cache was not used
             row.reuse.continues.release()
         row.clear()

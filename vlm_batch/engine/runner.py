@@ -17,7 +17,7 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
-from vlm_batch.engine.memory import EncoderMemory, RowMemory
+from vlm_batch.engine.memory import EncoderMemory, NoBound
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
@@ -53,7 +53,7 @@ class Runner:
         kv: KVQuantisation | None,
         shapes: Shapes,
         drafts: NoDrafts,
-        memory: RowMemory,
+        memory: NoBound,
     ) -> None:
         self.adapter = adapter
         self._memory = memory
@@ -77,8 +77,7 @@ class Runner:
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            is_held = answer.guide is not None and answer.waits_for_token
-            if is_held or answer.drafter.ahead:
+            if answer.waits_for_token or answer.drafter.ahead:
                 alone.add(row)
         if not alone:
             return [Part(rows, logits)]
@@ -93,11 +92,7 @@ class Runner:
         if not count:
             self.encoding.begin(picture_bytes(rows[0]))
             count = 1
-        found = launch(attempt([row], self._encode_row, row) for row in rows[:count])
-        for part in found:
-            if isinstance(part, Part):
-                self._reuse.take_continued(part.rows[0])
-        return found
+        return launch(attempt([row], self._encode_row, row) for row in rows[:count])
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
@@ -107,7 +102,7 @@ class Runner:
             return 0
         before = mx.get_active_memory()
         prompts = [row.prompt for row in rows[:count]]
-        given = [prompt.inputs or {} for prompt in prompts]
+        given = [prompt.inputs for prompt in prompts]
         try:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
@@ -139,7 +134,6 @@ class Runner:
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
         prompt, answer, params = row.prompt, row.answer, row.params
-        assert prompt.inputs is not None
         begin = time.perf_counter()
         cached = self._reuse.begin(row, self.adapter.make_cache(self._kv))
         encoded = self.adapter.encode(prompt.inputs, self._shapes.encode_call(), cached)
@@ -147,8 +141,9 @@ class Runner:
         if params.prompt_logprobs is not None:
             answer.prompt_scores = self._scores(row, params.prompt_logprobs, encoded)
         self._check_length(row, encoded.length)
-        prompt.is_shared = answer.prompt_scores is None and self._shapes.shares(encoded)
-        prompt.inputs = None
+        is_scored = answer.prompt_scores.are_asked
+        prompt.is_shared = not is_scored and self._shapes.shares(encoded)
+        prompt.inputs = {}
         prompt.encoded = encoded
         prompt.prefilled = cached
         row.facts = encoded.facts(with_ids=row.terms.returns_prompt_ids)
@@ -210,7 +205,7 @@ class Runner:
     def _view(self, row: Row, now: float) -> PrefillRow:
         encoded, _ = row.prompt.to_prefill()
         stops = (*self._stops, *row.reuse.stops)
-        if row.answer.prompt_scores is not None:
+        if row.answer.prompt_scores.are_asked:
             together = 1
             if self.adapter.scores_chunks:
                 together = POSITIONS_TOGETHER
@@ -247,8 +242,8 @@ class Runner:
     def _groups(self, chunks: Sequence[Work]) -> list[list[Work]]:
         """Group whole prompts of one kind by the arrays that they share."""
         found: list[list[Work]] = []
-        for places in self._shapes.groups([chunk.end for chunk in chunks]):
-            found.append([chunks[place] for place in places])
+        for indices in self._shapes.groups([chunk.end for chunk in chunks]):
+            found.append([chunks[index] for index in indices])
         return found
 
     def prefill(self, work: Work) -> list[Part | Failed]:
@@ -288,7 +283,7 @@ class Runner:
             return self._made(row, prompt.logits)
         encoded, cache = prompt.to_prefill()
         # else a forward per token
-        is_scored = scores is not None and self.adapter.scores_chunks
+        is_scored = scores.are_asked and self.adapter.scores_chunks
         is_whole = _is_shared(row, begin, end)
         count, stop, call = self._shapes.prefill_call(
             begin, [end], is_whole=is_whole, is_scored=is_scored
@@ -299,7 +294,7 @@ class Runner:
         if stop > end:
             trim(cache, stop - end)
         scored: list[mx.array] = []
-        if scores is not None:
+        if scores.are_asked:
             scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
         return self._made(row, logits, scored)

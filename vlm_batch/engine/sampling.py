@@ -57,19 +57,19 @@ class SamplingRow(NamedTuple):
     params: SamplingParams
     seed: int
     step: int
-    history: mx.array | None = None  # (T,) int, prompt and answer, if a stage reads it
+    history: Any = None  # (T,) int, prompt and answer, if a stage reads it
     vocabulary: int | None = None  # number of its columns; None for all
     rules: RowRules = NO_RULES
 
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Rules as arrays for ``size`` tokens; None without a rule."""
+    """Rules as arrays for ``size`` tokens; None without a rule, whose stage is not run."""
 
     size: int
-    biased: mx.array | None = None
-    biases: mx.array | None = None
-    allowed: mx.array | None = None  # (V,) bool
+    biased: Any = None
+    biases: Any = None
+    allowed: Any = None  # (V,) bool
     single: mx.array | None = None  # bad words of one token
     longer: _BadWords | None = None  # of several
     may_repeat: mx.array | None = None  # ids that ``no_repeat_ngrams`` leaves alone
@@ -160,7 +160,7 @@ class Sampled:
         return tokens, highest, dict(zip(self.logprob_rows, told, strict=True))
 
 
-#: A token, perhaps not computed yet: the array (N,) of those that were sampled with it, and its place there.
+#: A token, perhaps not computed yet: the array (N,) of those that were sampled with it, and its index there.
 Drawn: TypeAlias = tuple[Any, int]
 #: Of a row for which no token was sampled.
 NOT_DRAWN: Drawn = (None, 0)
@@ -175,8 +175,6 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
     Ids without a logit, such as pictures' placeholders, are ignored.
     """
     penalty, size = row.params.repetition_penalty, logits.shape[-1]
-    if row.history is None:
-        return logits
     context = row.history[-row.params.repetition_context_size :]
     context = mx.where((context >= 0) & (context < size), context, size)
     # a copy, since the assignment below is in place
@@ -189,8 +187,6 @@ def repetition_penalty(logits: mx.array, row: SamplingRow) -> mx.array:
 def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
     """Subtract presence and frequency penalties (OpenAI's definition)."""
     params, size = row.params, logits.shape[-1]
-    if row.history is None:
-        return logits
     answer = row.history[row.history.shape[0] - row.step :]
     counts = (
         mx.zeros((size,))
@@ -207,7 +203,6 @@ def count_penalties(logits: mx.array, row: SamplingRow) -> mx.array:
 
 def biases(logits: mx.array, row: SamplingRow) -> mx.array:
     made = row.rules.arrays(row.params, logits.shape[-1])
-    assert made.biased is not None and made.biases is not None
     return logits.at[:, made.biased].add(made.biases.astype(logits.dtype))
 
 
@@ -227,7 +222,7 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
     """
     params, size = row.params, logits.shape[-1]
     count = params.no_repeat_ngram_size
-    if row.history is None or row.step < count:
+    if row.step < count:
         return logits
     answer = row.history[row.history.shape[0] - row.step :]  # (T,)
     prefix = answer[row.step - count + 1 :]  # (N - 1,)
@@ -236,7 +231,7 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
     begins = mx.as_strided(seen, (num_ngrams, count - 1), (1, 1))
     ends = seen[count - 1 :]  # (W,)
     is_repeated = mx.all(begins == prefix, axis=1) & (ends >= 0) & (ends < size)
-    # the last place is for those that are not repeated
+    # the last entry is for those that are not repeated
     is_banned = mx.zeros((size + 1,), dtype=mx.bool_)
     is_banned[mx.where(is_repeated, ends, size)] = True
     may_repeat = row.rules.arrays(params, size).may_repeat
@@ -248,7 +243,6 @@ def no_repeat_ngrams(logits: mx.array, row: SamplingRow) -> mx.array:
 def allowed_only(logits: mx.array, row: SamplingRow) -> mx.array:
     """Exclude tokens outside ``allowed_token_ids``."""
     made = row.rules.arrays(row.params, logits.shape[-1])
-    assert made.allowed is not None
     return mx.where(made.allowed, logits, -mx.inf)
 
 
@@ -267,7 +261,7 @@ def no_bad_words(logits: mx.array, row: SamplingRow) -> mx.array:
     if made.single is not None:
         logits = _without(logits, made.single)
     longer = made.longer
-    if longer is None or row.history is None:
+    if longer is None:
         return logits
     was_said = longer.lengths <= row.step
     ends_word = _ends_with(row.history, longer.beginnings) & was_said
@@ -358,12 +352,12 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> Sampled:
 
 
 def _num_logprobs(rows: Sequence[SamplingRow]) -> dict[int, int]:
-    """Return how many log-probabilities rows ask for, by place."""
+    """Return how many log-probabilities rows ask for, by index."""
     counts: dict[int, int] = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         count = row.params.logprobs
         if count is not None:
-            counts[place] = count
+            counts[index] = count
     return counts
 
 
@@ -371,16 +365,16 @@ def _drawn(
     tokens: mx.array,
     logits: mx.array,
     rows: Sequence[SamplingRow],
-    places: Sequence[int],
+    indices: Sequence[int],
 ) -> mx.array:
-    """Return tokens (B,), those at places drawn."""
+    """Return tokens (B,), those at indices drawn."""
     plain: list[int] = []
     ordered: list[int] = []
-    for place in places:
-        if _is_sorted(rows[place].params):
-            ordered.append(place)
+    for index in indices:
+        if _is_sorted(rows[index].params):
+            ordered.append(index)
         else:
-            plain.append(place)
+            plain.append(index)
     for those, draw in ((plain, _draw), (ordered, _draw_sorted)):
         if those:
             chosen = draw(*_noisy(logits, rows, those))
@@ -399,12 +393,12 @@ def _is_sorted(params: SamplingParams) -> bool:
 
 
 def _noisy(
-    logits: mx.array, rows: Sequence[SamplingRow], places: Sequence[int]
+    logits: mx.array, rows: Sequence[SamplingRow], indices: Sequence[int]
 ) -> tuple[mx.array, mx.array, list[SamplingRow]]:
-    """Return logits (R, V) at places over their temperatures, noise likewise, and their rows."""
-    picked = [rows[place] for place in places]
+    """Return logits (R, V) at indices over their temperatures, noise likewise, and their rows."""
+    picked = [rows[index] for index in indices]
     heat = _column([row.params.temperature for row in picked])
-    scaled = logits[mx.array(list(places))].astype(mx.float32) / heat
+    scaled = logits[mx.array(list(indices))].astype(mx.float32) / heat
     noise = mx.stack([_noise(row, scaled.shape[-1]) for row in picked])
     return scaled, noise, picked
 
@@ -511,15 +505,15 @@ def _column(values: Sequence[float]) -> mx.array:  # (R, 1) float32
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
-# (B,), with (R,) at places
-def _merge(tokens: mx.array, places: Sequence[int], chosen: mx.array) -> mx.array:
-    if len(places) == tokens.size:
+# (B,), with (R,) at indices
+def _merge(tokens: mx.array, indices: Sequence[int], chosen: mx.array) -> mx.array:
+    if len(indices) == tokens.size:
         return chosen
     is_chosen = [False] * tokens.size
     source = [0] * tokens.size
-    for index, place in enumerate(places):
-        is_chosen[place] = True
-        source[place] = index
+    for at, index in enumerate(indices):
+        is_chosen[index] = True
+        source[index] = at
     return mx.where(mx.array(is_chosen), chosen[mx.array(source)], tokens)
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from vlm_batch.engine.shapes import chunk_end, padded_length
+from vlm_batch.engine.lengths import chunk_end, padded_length
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
@@ -98,13 +98,11 @@ class Clients:
         return max(row.submitted, self.served.get(row.client, 0.0))
 
     def is_due(self, row: WaitingRow) -> bool:
-        asks = self.asked.get(row.client, 0)
-        if (
-            self.placed.get(row.client)
-            or max(self.asked.values(), default=0) < asks + 2
-        ):
+        has_waited = self.now - self.since(row) > self.ageing_seconds
+        if not has_waited or self.placed.get(row.client):
             return False
-        return self.now - self.since(row) > self.ageing_seconds
+        most = max(self.asked.values(), default=0)
+        return most >= self.asked.get(row.client, 0) + 2
 
     def turn(self, row: WaitingRow) -> tuple[bool, float]:
         """Return a row's sort key among clients with as many places, smallest first."""
@@ -243,15 +241,12 @@ ALL_GO_ON = DecodePlan()
 
 def decode(view: DecodeView) -> DecodePlan:
     """Plan who of the live rows goes on."""
-    if view.has_grown:
-        count = _fitting(view)
-        outgrown = tuple(row.request_id for row in view.live[count:])
-        if outgrown and not count:
-            return DecodePlan(outgrown[1:], refused=outgrown[:1])
-        if outgrown:
-            return DecodePlan(outgrown)
-    if len(view.clients.asked) < 2:
-        return ALL_GO_ON
+    count = _fitting(view)
+    outgrown = tuple(row.request_id for row in view.live[count:])
+    if outgrown:
+        # the first would not fit alone
+        num_refused = int(count == 0)
+        return DecodePlan(outgrown[num_refused:], refused=outgrown[:num_refused])
     yields = () if view.free else _yields(view)
     resting, is_still = _rest(view, view.free + len(yields))
     return DecodePlan(yields=yields, resting=resting, is_still=is_still)
@@ -261,7 +256,7 @@ def _fitting(view: DecodeView) -> int:
     """Return how many live rows fit, from the first in line."""
     tokens = [row.tokens for row in view.live]
     count = len(tokens)
-    while count and not view.fits(tokens[:count]):
+    while view.has_grown and count and not view.fits(tokens[:count]):
         count -= 1
     return count
 
@@ -272,10 +267,11 @@ def _yields(view: DecodeView) -> tuple[Yield, ...]:
     rest = [row for row in view.live if row.may_yield]
     found: list[Yield] = []
     line = in_turn(view.lines, clients.turn, view.clients.placed)
-    for row in [row for row in line if not row.waits][: view.ahead]:
-        if not (row.is_encoded or row.is_ready):
+    coming = [row for row in line if not row.waits]
+    for row in coming[: view.ahead]:
+        if row.needs_encoding:
             break
-        held = [size for name, size in view.held.items() if name != row.request_id]
+        held = _held(view, row.request_id)
         if not view.fits([*tokens, *held, row.tokens]):
             break
         giver = clients.giver(row.client)
@@ -294,24 +290,23 @@ def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
     """Return the clients that rest, and whether no row decodes in this step."""
     if not view.may_rest:
         return NOBODY, False
-    for_coming = for_here = NOBODY
+    # for those that are here, and for those that are coming
+    rests = {False: NOBODY, True: NOBODY}
     without = {row for row in view.new if not _has_room(row, view, free)}
     # no row overtakes one that waits for a place or for memory
     fewest = min((row.places for row in without), default=LAST)
     for row in view.new:
         if row in without or (row.waits and row.places >= fewest):
             continue
-        resting = view.clients.resting(row.client, row.places)
-        if row.is_coming:
-            for_coming |= resting
-        else:
-            for_here |= resting
+        rests[row.is_coming] |= view.clients.resting(row.client, row.places)
+    for_here = resting = rests[False]
     # others fill the time until a row has come: they decode, or, where none does, their prompts go on
-    resting = for_here | for_coming if view.decoding else for_here
+    if view.decoding:
+        resting |= rests[True]
     does_any_go_on = bool(view.decoding - for_here)
     if not for_here or does_any_go_on:
         return resting, False
-    has_readers = any(client >= 0 for client in view.decoding)
+    has_readers = max(view.decoding, default=-1) >= 0
     return resting, view.may_be_still or not has_readers
 
 
@@ -320,8 +315,13 @@ def _has_room(row: NewRow, view: DecodeView, free: int) -> bool:
     if not row.wanted:
         return row.may_encode
     live = [one.tokens for one in view.live]
-    held = [size for name, size in view.held.items() if name != row.request_id]
+    held = _held(view, row.request_id)
     return free > 0 and view.fits([*live, *held, row.wanted])
+
+
+def _held(view: DecodeView | PromptsView, *joining: str) -> list[int]:
+    """Return the tokens of the ready rows that stay without a place."""
+    return [size for name, size in view.held.items() if name not in joining]
 
 
 def _givers(
@@ -414,7 +414,7 @@ def prompts(view: PromptsView) -> Prompts:
             break
         if at >= free:
             continue
-        held = [] if row.is_ready else _still_held(view, joining)
+        held = [] if row.is_ready else _held(view, *joining)
         if view.fits([*live, *held, row.tokens]):
             live.append(row.tokens)
             pending += row.pending
@@ -446,11 +446,6 @@ def _ready_behind(
         taken.append(row.tokens)
         found.append(row.request_id)
     return found
-
-
-def _still_held(view: PromptsView, joining: Sequence[str]) -> list[int]:
-    """Return the tokens of the ready rows that stay without a place."""
-    return [size for name, size in view.held.items() if name not in joining]
 
 
 def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow]:
@@ -518,27 +513,27 @@ def chunks(rows: Sequence[PrefillRow], budget: int, policy: Policy) -> tuple[Wor
     small for a forward waits.
     """
     found: list[Work] = []
-    least = policy.smallest_chunk if policy.pad_to else 0
+    least = 0  # tokens of a chunk that is cut, once one has begun
     for row in _in_prefill_order(rows, policy):
         if row.done == row.length:  # all of it was cached
             found.append(Work((row.request_id,), row.done, row.done))
         done = row.done
         while budget > 0 and done < row.length:
-            is_rest_cut = row.length - done > budget + policy.slack
-            has_begun = any(chunk.end > chunk.begin for chunk in found)
-            if budget < least and is_rest_cut and has_begun:
+            is_cut = row.length - done > budget + policy.slack
+            if is_cut and budget < least:
                 break
             end = _end_of_chunk(row, done, budget, policy)
             found.append(Work((row.request_id,), done, end))
             budget -= end - done
             done = end
+            least = policy.least_cut
     return tuple(found)
 
 
 def _end_of_chunk(row: PrefillRow, done: int, budget: int, policy: Policy) -> int:
-    fixed = next((end for end in row.ends if end > done), None)
-    if fixed is not None:
-        return fixed
+    for end in row.ends:
+        if end > done:
+            return end
     room = row.length - done
     if room > budget + policy.slack:
         room = budget

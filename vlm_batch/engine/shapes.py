@@ -6,9 +6,9 @@ tested to give the same bits (``vlm_batch.proofs``).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -26,6 +26,16 @@ from vlm_batch.caches import (
     slab,
 )
 from vlm_batch.caches.quantisation import KVQuantisation
+from vlm_batch.engine.lengths import (
+    Spans,
+    chunk_end,
+    filling,
+    first_enough,
+    padded_count,
+    padded_length,
+    together,
+    widths_of,
+)
 from vlm_batch.policy import PACKED, POLICIES, Policy
 from vlm_batch.records import Call, Encoded, PromptKey
 from vlm_batch.runtime.device import Device
@@ -34,8 +44,6 @@ from vlm_batch.store.digest import as_words, digest
 if TYPE_CHECKING:
     from vlm_batch.adapters.base import Adapter
 
-#: Padded lengths between two powers of two: padding is at most a quarter of a chunk.
-STEPS = 4
 #: Most padding positions of a prompt on a CPU, to share an array with a longer one: about the cost of reading the weights.
 FEW_POSITIONS = 16
 #: As many where layers launch each position by itself (recurrent states).
@@ -45,11 +53,9 @@ SPREAD = 128
 #: Columns of short rows' slabs are multiples of this.
 SHORT_STEP = 32
 
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-
 
 class JointProof:
-    """Proof that place and neighbours change no bit in a call of one shape; here that of shapes that share no call.
+    """Proof that index and neighbours change no bit in a call of one shape; here that of shapes that share no call.
 
     Methods raise if memory is too small to measure it.
     """
@@ -97,7 +103,8 @@ class FreeShapes:
         cls, adapter: Adapter, kv: KVQuantisation | None, policy: Policy
     ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
-        padding = policy.pad_to if pads(adapter, fresh) else 0
+        can_pad = pads(adapter, fresh)
+        padding = policy.pad_to if can_pad else 0
         most_prompts = policy.prefill_together if shares(adapter, fresh) else 1
         short_rows = policy.short_rows if kv is None else 0
         return cls(
@@ -105,7 +112,7 @@ class FreeShapes:
             policy,
             padding=padding,
             most_prompts=most_prompts,
-            fill=_fill(adapter, fresh, policy),
+            fill=_fill(adapter, fresh, policy, can_pad=can_pad),
             short_rows=short_rows,
         )
 
@@ -161,7 +168,7 @@ class FreeShapes:
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         """Return (rows, positions) of one-chunk prompts' arrays, single rows first."""
-        widths = _widths(self.policy.max_chunk, context, self.padding)
+        widths = widths_of(self.policy.max_chunk, context, self.padding)
         found = [(1, width) for width in widths]
         if not self.padding:
             return found
@@ -377,11 +384,11 @@ class FixedShapes:
         # by positions, and how many arrays of these are full
         found: dict[tuple[int, int], list[int]] = {}
         sizes: Counter[int] = Counter()
-        for place, length in enumerate(lengths):
+        for index, length in enumerate(lengths):
             width = self.positions(length)
             num_full = sizes[width] // self._prompts(length)
             sizes[width] += 1
-            found.setdefault((width, num_full), []).append(place)
+            found.setdefault((width, num_full), []).append(index)
         return list(found.values())
 
     def positions(self, count: int) -> int:
@@ -407,7 +414,7 @@ class FixedShapes:
 
     def arrays(self, context: int | None) -> list[tuple[int, int]]:
         # idle rows fill them
-        return [(1, width) for width in _widths(self.grid, context, self.pad_to)]
+        return [(1, width) for width in widths_of(self.grid, context, self.pad_to)]
 
     # Decode steps
 
@@ -422,9 +429,7 @@ class FixedShapes:
         return self.places(min(rows, self.counts[-1]), rows)
 
     def places(self, rows: int, most: int) -> int:
-        if not rows:
-            return 0
-        return next(count for count in self.counts if count >= rows)
+        return first_enough(self.counts, rows) if rows else 0
 
     def least_columns(self, tokens: int) -> int:
         if self.layout is Placement.ROWS or not self.widths:
@@ -435,7 +440,7 @@ class FixedShapes:
         """Return the least sufficient of ``widths``, or a power of two."""
         steps = (max(tokens, 1) - 1) // slab.CAPACITY_STEP
         power = slab.CAPACITY_STEP << steps.bit_length()
-        return max(least, _least(self.widths, tokens, default=power))
+        return max(least, first_enough(self.widths, tokens, default=power))
 
     def placement(
         self, lengths: Sequence[int], now: Placement | None = None
@@ -467,7 +472,7 @@ class FixedShapes:
             if total not in self.counts:
                 return None
             return [max(1, *positions)] * len(positions)
-        total = _least(self.counts, sum(positions))
+        total = first_enough(self.counts, sum(positions))
         if not total:
             return None
         # an idle place takes what is left over
@@ -482,8 +487,7 @@ class FixedShapes:
         return self.columns(longest) == self.columns(longest + count - 1)
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
-        most = self.group_size(rows)
-        counts = [count for count in self.counts if count <= most]
+        counts = self.counts[: bisect_right(self.counts, self.group_size(rows))]
         widths = map(self.columns, range(1, longest + 1, slab.CAPACITY_STEP))
         found: list[tuple[int, int]] = []
         for columns in sorted(set(widths)):
@@ -494,24 +498,18 @@ class FixedShapes:
 Shapes: TypeAlias = FreeShapes | FixedShapes
 
 
-def _least(numbers: Sequence[int], wanted: int, default: int = 0) -> int:
-    """Return the first of ascending numbers that is enough."""
-    at = bisect_left(numbers, wanted)
-    return numbers[at] if at < len(numbers) else default
-
-
 def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[LayerCache]:
     """Return empty layers for rows with such caches."""
     return [kind_of(single).batched(layout, places) for single in caches]
 
 
-def _fill(adapter: Adapter, fresh: Sequence[Any], policy: Policy) -> int:
+def _fill(
+    adapter: Adapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
+) -> int:
     """Return the padding positions that saving a forward is worth."""
-    can_pad = pads(adapter, fresh)
-    if policy.placement == "rows":
-        can_mask = _hides_what_follows(adapter) and can_fill(fresh)
-        if can_mask:
-            return FEW_POSITIONS if can_pad else MORE_POSITIONS
+    can_mask = _hides_what_follows(adapter) and can_fill(fresh)
+    if can_mask and policy.placement == "rows":
+        return FEW_POSITIONS if can_pad else MORE_POSITIONS
     saves = can_pad and policy.pad_to > 0
     return policy.smallest_chunk // 2 if saves else 0
 
@@ -531,108 +529,6 @@ def _hides_what_follows(adapter: Adapter) -> bool:
     return adapter.is_causal and adapter.scores_chunks
 
 
-def filling(size: int, room: int) -> int:
-    """Return the largest power of two of items of ``size`` in ``room``, at least 1."""
-    return 1 << max(0, (room // max(size, 1)).bit_length() - 1)
-
-
-def chunk_end(
-    done: int, length: int, room: int, atomic: Spans = (), stops: Sequence[int] = ()
-) -> int:
-    """Return the end of a chunk from ``done``: after ``room`` positions, or at the first stop.
-
-    It ends before a span that it would cut, or after one at its beginning.
-    """
-    end = min(length, done + room)
-    for stop in stops:
-        if done < stop < end:
-            end = stop
-    for start, stop in atomic:
-        if not start < end < stop:
-            continue
-        if start > done:
-            return start
-        return min(stop, length)
-    return end
-
-
-def padded_length(length: int, pad_to: int) -> int:
-    """Return a padded length: a multiple of ``pad_to`` and of a quarter of the power of two below."""
-    if not pad_to or not length:
-        return length
-    step = max(pad_to, (1 << (length - 1).bit_length()) // (2 * STEPS))
-    return -(-length // step) * step
-
-
-def padded_count(count: int, pad_to: int) -> int:
-    """Return the padded rows for ``count`` prompts: 2**n or 1.5 * 2**n."""
-    if not pad_to or count < 4:
-        return count
-    power = 1 << (count - 1).bit_length()
-    less = power - power // 4
-    return less if count <= less else power
-
-
-def together(
-    lengths: Sequence[int], most: int, most_tokens: int | None, pad_to: int, fill: int
-) -> list[list[int]]:
-    """Group whole prompts of one padded length, as indices of ``lengths``.
-
-    A shorter group joins a longer one for under ``fill`` more positions.
-    """
-
-    def has_room(count: int, width: int) -> bool:
-        places = padded_count(count, pad_to)
-        if places > most:
-            return False
-        return most_tokens is None or places * width <= most_tokens
-
-    groups: list[_Group] = []
-    latest: dict[int, _Group] = {}  # by width
-    for place, length in enumerate(lengths):
-        width = padded_length(length, pad_to)
-        group = latest.get(width)
-        if group is None or not has_room(len(group.places) + 1, width):
-            group = _Group(width)
-            latest[width] = group
-            groups.append(group)
-        group.places.append(place)
-    if fill and len(groups) > 1:
-        _join_shorter(groups, has_room, pad_to, fill)
-    return [group.places for group in groups if group.places]
-
-
-@dataclass
-class _Group:
-    """Prompts of one array."""
-
-    width: int
-    places: list[int] = field(default_factory=list)
-
-    def positions(self, pad_to: int, more: int = 0) -> int:
-        """Return the array's positions, with so many prompts more."""
-        return padded_count(len(self.places) + more, pad_to) * self.width
-
-
-def _join_shorter(
-    groups: Sequence[_Group],
-    has_room: Callable[[int, int], bool],
-    pad_to: int,
-    fill: int,
-) -> None:
-    """Let groups join the next longer one, where that takes under ``fill`` positions more."""
-    longer, *shorter = sorted(groups, key=lambda group: -group.width)
-    for group in shorter:
-        count = len(group.places)
-        apart = longer.positions(pad_to) + group.positions(pad_to)
-        more = longer.positions(pad_to, count) - apart
-        if more < fill and has_room(len(longer.places) + count, longer.width):
-            longer.places.extend(group.places)
-            group.places.clear()
-        else:
-            longer = group
-
-
 def _prefill_call(
     begin: int, ends: Sequence[int], rows: int, pad_to: int, call: Call
 ) -> tuple[int, int, Call]:
@@ -643,14 +539,3 @@ def _prefill_call(
     if is_padded or is_filled:
         call = replace(call, ends=filled)
     return rows, end, call
-
-
-def _widths(longest: int, context: int | None, pad_to: int) -> list[int]:
-    """Return the padded lengths of one-chunk prompts; without padding, the longest."""
-    most = longest
-    if context is not None:
-        most = min(longest, context - 1)
-    if not pad_to:
-        return [most]
-    padded = {padded_length(length, pad_to) for length in range(1, most + 1)}
-    return sorted(padded)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from vlm_batch.engine.choosing import Flight
-from vlm_batch.engine.constraints import Guide, Untold
+from vlm_batch.engine.constraints import NoGuide, Untold
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
@@ -48,7 +48,7 @@ class Patience:
     def spend(self, seconds: float) -> None:
         self.left = max(0.0, self.left - seconds)
 
-    def is_ready(self, guide: Guide) -> bool:
+    def is_ready(self, guide: NoGuide) -> bool:
         """Wait for a guide as long as may be; return whether ``finish`` would not block."""
         begin = time.perf_counter()
         is_ready = guide.is_ready(self.left)
@@ -82,12 +82,10 @@ class Telling:
             if isinstance(one, Part):
                 parts.append(one)
                 continue
-            if parts:
-                self._wait_for(parts)
-                parts = []
-            self._read_tokens(one)
-        if parts:
             self._wait_for(parts)
+            parts = []
+            self._read_tokens(one)
+        self._wait_for(parts)
         if launched:
             self._drafts.was_read()
 
@@ -107,9 +105,8 @@ class Telling:
         live = [part for part in parts if not part.rows[0].has_ended]
         if live:
             self._evaluate(live)
-        for part in live:
-            self._end_if_read(part.rows[0])
         for part in parts:
+            self._end_if_read(part.rows[0])
             # the next chunk is written into what they are cut out of, if nobody holds them
             part.arrays.clear()
 
@@ -130,8 +127,7 @@ class Telling:
 
     def _end_held(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
-        scores = row.answer.prompt_scores
-        if scores is not None and scores.has_nan():
+        if row.answer.prompt_scores.has_nan():
             raise FloatingPointError(
                 "the prompt's logits are not finite (NaN or infinity): the model overflows on it"
             )
@@ -156,18 +152,17 @@ class Telling:
             if not math.isfinite(highest[index]):
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
-            if row.reuse.pending is not None:
-                self._store_prompt(row)
+            self._store_prompt(row)
             guide = row.answer.guide
             if flight.is_repeated:
                 self._end_repeated(row)
-            elif guide is None:
-                self._tell(row, tokens[index], logprobs.get(index))
-            else:
+            elif guide.rules:
                 self._feed(row, guide, tokens[index], logprobs.get(index))
+            else:
+                self._tell(row, tokens[index], logprobs.get(index))
 
     def _feed(
-        self, row: Row, guide: Guide, token: int, logprobs: TokenLogprobs | None
+        self, row: Row, guide: NoGuide, token: int, logprobs: TokenLogprobs | None
     ) -> None:
         """Give a token to a row's guide, which keeps it until the row's form has taken it."""
         if self._retry.attempt(row, guide.feed, token):
@@ -192,34 +187,32 @@ class Telling:
         answer, group = row.answer, self._rows.batch.of(row)
         end: Ending | Failed | None = None
         count = 0
-        for place, expected in enumerate((*answer.drafter.ahead, None), first):
-            if not math.isfinite(highest[place]):
-                end = Failed([row], _no_token(row, highest[place]))
+        for index, expected in enumerate((*answer.drafter.ahead, None), first):
+            if not math.isfinite(highest[index]):
+                end = Failed([row], _no_token(row, highest[index]))
                 break
             self._store_prompt(row)
             count += 1
-            if answer.guide is not None:
-                end = attempt([row], answer.guide.feed, tokens[place])
-                if end is not None:
-                    break
-                if not self.patience.is_ready(answer.guide):
-                    answer.guide.untold = Untold(tokens[place], logprobs.get(place))
-                    break
+            end = attempt([row], answer.guide.feed, tokens[index])
+            if end is not None:
+                break
+            if not self.patience.is_ready(answer.guide):
+                answer.guide.untold = Untold(tokens[index], logprobs.get(index))
+                break
             told = attempt(
-                [row], row.take, tokens[place], logprobs.get(place), self._text.decode
+                [row], row.take, tokens[index], logprobs.get(index), self._text.decode
             )
             if not isinstance(told, Event):
                 end = told
                 break
             self._rows.events.append(told)
-            if tokens[place] != expected:
+            if tokens[index] != expected:
                 break
         answer.drafter.accept(count)
         if count:
             answer.advance(flight.sampled.tokens.astype(mx.int32), first, count)
             answer.num_fed = answer.num_sampled - 1
-        if group is not None:
-            group.keep(row, count)
+        group.keep(row, count)
         if end is not None:
             self._end(row, end)
 
@@ -259,19 +252,18 @@ class Telling:
 
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
-        for row in self._rows.untold():
+        for row, untold in self._rows.untold():
             guide = row.answer.guide
-            assert guide is not None and guide.untold is not None
             if self.patience.is_ready(guide):
-                told, guide.untold = guide.untold, None
-                self._tell(row, *told)
+                guide.untold = None
+                self._tell(row, *untold)
 
 
 def _no_token(row: Row, highest: float) -> Exception:
     """Return the error of a row without finite logits: contradicting parameters, or overflow."""
     at, params = len(row.answer.token_ids) + 1, row.params
     said = {
-        params.form: row.answer.guide is not None,
+        params.form: row.answer.guide.rules,
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
         "no_repeat_ngram_size": bool(params.no_repeat_ngram_size),

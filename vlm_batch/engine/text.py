@@ -24,14 +24,19 @@ class AnswerText:
 
     Attributes:
         decode: leaves special tokens out.
-        decode_all: shows them.
-        decode_usual: does with them what the family's answers need; None: leaves them out.
+        decode_all: shows them; None: as ``decode``.
+        decode_usual: does with them what the family's answers need; None: as ``decode``.
     """
 
     decode: Decode = lambda ids: ""
     eos_token_ids: frozenset[int] = frozenset()
     decode_all: Decode | None = None
     decode_usual: Decode | None = None
+
+    def decoder(self, skip_special_tokens: bool | None) -> Decode:
+        """Return the decoder of an answer with this parameter."""
+        ways = {None: self.decode_usual, True: self.decode, False: self.decode_all}
+        return ways[skip_special_tokens] or self.decode
 
 
 NO_TEXT = AnswerText()
@@ -83,7 +88,19 @@ class Detokenizer:
 _Beginning: TypeAlias = tuple[int, int, int]
 
 
-class StopStrings:
+class NoStops:
+    """Of an answer without stop strings."""
+
+    def feed(self, piece: str) -> tuple[str, str | None]:
+        """Return the safe text and the matched stop string."""
+        return piece, None
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return ""
+
+
+class StopStrings(NoStops):
     """Cuts text before the first stop string; holds back what could become one.
 
     An automaton of Aho and Corasick (1975): a character's cost does not depend on the strings.
@@ -99,7 +116,6 @@ class StopStrings:
         }
 
     def feed(self, piece: str) -> tuple[str, str | None]:
-        """Return the safe text and the matched stop string."""
         before, held = self._state, self._state[2]
         if not held and self._firsts.isdisjoint(piece):
             return piece, None
@@ -162,13 +178,16 @@ def _character(at: int, text: str) -> str:
     return text[at : at + 1]
 
 
+NO_STOPS = NoStops()
+
+
 class ShownText:
     """An answer's text in whole characters, up to a stop string."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self.text = ""
         self._detokenizer = Detokenizer(decode)
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops) if stops else NO_STOPS
 
     def add(
         self, token: int | None, *, is_end: bool, may_stop: bool
@@ -184,16 +203,9 @@ class ShownText:
         if is_end:
             piece += self._detokenizer.finish()
         matched: str | None = None
-        if self._stops is not None:
-            piece, matched = self._stopped(piece, self._stops, is_end, may_stop)
+        if may_stop:
+            piece, matched = self._stops.feed(piece)
+        if is_end and matched is None:
+            piece += self._stops.finish()
         self.text += piece
         return piece, matched
-
-    @staticmethod
-    def _stopped(
-        piece: str, stops: StopStrings, is_end: bool, may_stop: bool
-    ) -> tuple[str, str | None]:
-        text, matched = stops.feed(piece) if may_stop else (piece, None)
-        if is_end and matched is None:
-            text += stops.finish()
-        return text, matched

@@ -73,6 +73,14 @@ def attempt(
         return Failed(rows, let_go(error), is_shared)
 
 
+def attempt_each(
+    rows: Sequence[Row], work: Callable[..., Sequence[T]], *arguments: Any
+) -> Sequence[T | Failed]:
+    """Run rows' shared work, which makes several things. If it raises, its failure is the only one."""
+    made = attempt(rows, work, *arguments, is_shared=True)
+    return [made] if isinstance(made, Failed) else made
+
+
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
