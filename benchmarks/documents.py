@@ -205,7 +205,7 @@ def ours(model: Any, processor: Any) -> Read:
 
 def _engine_parts(spent: Spent) -> dict[str, float]:
     """Return the seconds of our engine's thread by part."""
-    decode = ("decode, launch", "wait for the last step")
+    decode = ("decode, launch", "choose, launch", "wait for the last step")
     return {
         "encoding": spent.seconds.get("encode", 0.0),
         "prompts": spent.seconds.get("prefill", 0.0),
@@ -584,9 +584,11 @@ def main() -> None:
     runs: dict[str, list[Run]] = {way: [] for way in args.ways}
     for number in range(args.rounds):
         for way in args.ways:
-            runs[way].append(_run_apart(way, number, args))
+            run = _run_apart(way, number, args)
+            runs[way].append(run)
             print(
-                f"round {number + 1}, {way}: {runs[way][-1].seconds:.1f} s", flush=True
+                f"round {number + 1}, {way}: {run.seconds:.1f} s ({run.processor_seconds:.1f} of the processor)",
+                flush=True,
             )
     for way, each in runs.items():
         say(way, each)
