@@ -70,7 +70,7 @@ def test_the_command_compares_three_ways_on_small_pages() -> None:
 
 @pytest.mark.slow
 def test_docling_is_compared_with_itself_and_ours() -> None:
-    pytest.importorskip("docling.document_converter", reason="docling is not installed")
+    pytest.importorskip("docling", reason="docling is not installed")
     found, _ = compared("docling", "docling with ours")
     check_ratio(found, "docling with ours", "docling")
 
