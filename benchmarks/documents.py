@@ -1,15 +1,18 @@
 """Pages an hour: python -m benchmarks.documents [--shape 3b] [--pages 200]
 
-Rendered pages of three kinds (a letter, a table, two columns; 1,000 by 1,400 pixels) are read in three ways:
+Rendered pages of three kinds (a letter, a table, two columns; 1,000 by 1,400 pixels) are read in five ways:
 
 - ``ours``: through ``VLMBatcher`` with its defaults, asked as ``vlm-batch read`` asks;
 - ``page by page``: by mlx-vlm's ``stream_generate``, of which ``generate`` is the text;
 - ``groups of eight``: as MinerU's ``mlx-engine`` does: sorted by pixels, each group encoded page by page and answered by
-  mlx-vlm's ``BatchGenerator``. MinerU's bound of 9 megapixels a group, which would make it six of these pages, is left out.
+  mlx-vlm's ``BatchGenerator``. MinerU's bound of 9 megapixels a group, which would make it six of these pages, is left out;
+- ``docling``: by its ``MlxVlmEngine`` as it is, which answers page by page;
+- ``docling with ours``: by ``BatchedVlmEngine`` in its place. Both are given a round's pages in one call of ``predict_batch``,
+  without the PDF before it and the document behind it. Both need docling (``pip install "vlm-batch[docling]"``).
 
 Answers have 200 to 1,500 tokens, whatever the model says (no token ends one). Weights are random. Every way runs in a process
-of its own, on the same pages, in turns; a round has pages of its own. Ratios are ours over the other's in each round: the
-median (least to most). The last line is JSON.
+of its own, on the same pages, in turns; a round has pages of its own. Ratios are of each round, by the clock and by processor
+time, which other work on the machine moves less: the median (least to most). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,21 +23,22 @@ launches.prefer_single_launches()  # before anything imports mlx.core
 blas.preload_openblas()
 
 import argparse  # noqa: E402
+import importlib.util  # noqa: E402
 import json  # noqa: E402
 import platform  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
-from dataclasses import asdict, dataclass  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from dataclasses import asdict, dataclass, replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from PIL import Image, ImageDraw, ImageFont  # noqa: E402
 
-from benchmarks.pictures import model_and_processor, watched  # noqa: E402
+from benchmarks.pictures import Spent, model_and_processor, watched  # noqa: E402
 from vlm_batch import Request, SamplingParams, VLMBatcher  # noqa: E402
 from vlm_batch.jobs.publishers import PLAIN_PROMPTS  # noqa: E402
 
@@ -68,6 +72,10 @@ class Page:
     tokens: int
 
 
+#: Reads pages; returns seconds by part.
+Read = Callable[[Sequence[Page]], dict[str, float]]
+
+
 @dataclass(frozen=True)
 class Run:
     """One way through one round's pages.
@@ -75,6 +83,7 @@ class Run:
     Attributes:
         pages: of this run.
         seconds: from the first page's question to the last page's answer.
+        processor_seconds: of all threads within them.
         tokens: of all answers.
         peak_bytes: the most that MLX held.
         parts: seconds by part of the work; what is left is waiting and what lies between.
@@ -82,6 +91,7 @@ class Run:
 
     pages: int
     seconds: float
+    processor_seconds: float
     tokens: int
     peak_bytes: int
     parts: dict[str, float]
@@ -89,6 +99,10 @@ class Run:
     @property
     def seconds_a_page(self) -> float:
         return self.seconds / self.pages
+
+    @property
+    def processor_seconds_a_page(self) -> float:
+        return self.processor_seconds / self.pages
 
 
 # Pages
@@ -163,7 +177,7 @@ def make_pages(count: int, first: int, tokens: Sequence[int]) -> list[Page]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def ours(model: Any, processor: Any) -> Callable[[Sequence[Page]], dict[str, float]]:
+def ours(model: Any, processor: Any) -> Read:
     batcher = VLMBatcher(model, processor)
     spent = watched(batcher)
 
@@ -180,16 +194,23 @@ def ours(model: Any, processor: Any) -> Callable[[Sequence[Page]], dict[str, flo
         results = batcher.generate(requests, raise_on_error=True)
         counted = [result.usage.completion_tokens for result in results]
         assert counted == [page.tokens for page in pages]
-        decode = ("decode, launch", "wait for the last step")
         return {
             # other threads process pages while the engine's decodes
             "processing, beside": sum(one.timings.process for one in results),
-            "encoding": spent.seconds.get("encode", 0.0),
-            "prompts": spent.seconds.get("prefill", 0.0),
-            "decoding": sum(spent.seconds.get(name, 0.0) for name in decode),
+            **_engine_parts(spent),
         }
 
     return read
+
+
+def _engine_parts(spent: Spent) -> dict[str, float]:
+    """Return the seconds of our engine's thread by part."""
+    decode = ("decode, launch", "choose, launch", "wait for the last step")
+    return {
+        "encoding": spent.seconds.get("encode", 0.0),
+        "prompts": spent.seconds.get("prefill", 0.0),
+        "decoding": sum(spent.seconds.get(name, 0.0) for name in decode),
+    }
 
 
 class NoEnd:
@@ -242,57 +263,67 @@ class WithoutPadding:
         return super().__call__(*images, **how)  # type: ignore[misc]
 
 
-def page_by_page(
-    model: Any, processor: Any
-) -> Callable[[Sequence[Page]], dict[str, float]]:
-    from mlx_vlm.generate import dispatch
+class Alone:
+    """mlx-vlm's ``stream_generate`` without an end or a text, and the seconds that it took by part."""
 
-    prompt = _asked(processor)
-    encode = model.get_input_embeddings
-    encoding = [0.0]
+    def __init__(self, model: Any) -> None:
+        from mlx_vlm.generate import dispatch
 
-    def timed(*args: Any, **keywords: Any) -> Any:
+        dispatch.make_streaming_detokenizer = lambda processor: Silent()
+        self._stream = dispatch.stream_generate
+        self._encode = model.get_input_embeddings
+        model.get_input_embeddings = self._timed_encode
+        self._encoding = self._prompts = self._decoding = 0.0
+
+    def __call__(self, *args: Any, **keywords: Any) -> Iterator[Any]:
+        begin = last = time.perf_counter()
+        first = 0.0
+        for piece in self._stream(*args, stopping_criteria=NoEnd(), **keywords):
+            last = time.perf_counter()
+            first = first or last
+            yield piece
+        self._prompts += first - begin
+        self._decoding += last - first
+
+    def _timed_encode(self, *args: Any, **keywords: Any) -> Any:
         begin = time.perf_counter()
-        found = encode(*args, **keywords)
+        found = self._encode(*args, **keywords)
         mx.eval([one for one in found.to_dict().values() if isinstance(one, mx.array)])
-        encoding[0] += time.perf_counter() - begin
+        self._encoding += time.perf_counter() - begin
         return found
 
-    model.get_input_embeddings = timed
-    dispatch.make_streaming_detokenizer = lambda processor: Silent()
+    def parts(self) -> dict[str, float]:
+        """Return the seconds since the last call."""
+        parts = {
+            "encoding": self._encoding,
+            "processing and prompts": self._prompts - self._encoding,
+            "decoding": self._decoding,
+        }
+        self._encoding = self._prompts = self._decoding = 0.0
+        return parts
+
+
+def page_by_page(model: Any, processor: Any) -> Read:
+    prompt = _asked(processor)
+    stream = Alone(model)
 
     def read(pages: Sequence[Page]) -> dict[str, float]:
-        encoding[0] = prompts = decoding = 0.0
         for page in pages:
-            begin = last = time.perf_counter()
-            first, count = 0.0, 0
-            for _ in dispatch.stream_generate(
+            pieces = stream(
                 model,
                 processor,
                 prompt,
                 [page.picture],
                 max_tokens=page.tokens,
                 temperature=0.0,
-                stopping_criteria=NoEnd(),
-            ):
-                last = time.perf_counter()
-                first = first or last
-                count += 1
-            assert count >= page.tokens
-            prompts += first - begin
-            decoding += last - first
-        return {
-            "encoding": encoding[0],
-            "processing and prompts": prompts - encoding[0],
-            "decoding": decoding,
-        }
+            )
+            assert sum(1 for _ in pieces) >= page.tokens
+        return stream.parts()
 
     return read
 
 
-def groups_of_eight(
-    model: Any, processor: Any
-) -> Callable[[Sequence[Page]], dict[str, float]]:
+def groups_of_eight(model: Any, processor: Any) -> Read:
     from mlx_vlm.generate import BatchGenerator
     from mlx_vlm.utils import prepare_inputs
 
@@ -350,7 +381,82 @@ def groups_of_eight(
     return read
 
 
-WAYS = {"ours": ours, "page by page": page_by_page, "groups of eight": groups_of_eight}
+def docling_itself(model: Any, processor: Any) -> Read:
+    from docling.datamodel.vlm_engine_options import MlxVlmEngineOptions
+    from docling.models.inference_engines.vlm.mlx_engine import MlxVlmEngine
+
+    _asked(processor)  # tells the processor what LLaVA's refuses
+    stream = Alone(model)
+    engine = MlxVlmEngine(MlxVlmEngineOptions(), artifacts_path=None)
+    engine.initialize()
+    engine.vlm_model, engine.processor = model, processor
+    engine.config = {"model_type": model.config.model_type}
+    engine.stream_generate = stream
+
+    def read(pages: Sequence[Page]) -> dict[str, float]:
+        outputs = engine.predict_batch(_docling_inputs(pages))
+        for page, output in zip(pages, outputs, strict=True):
+            assert output.metadata["num_tokens"] >= page.tokens
+        return stream.parts()
+
+    return read
+
+
+def docling_with_ours(model: Any, processor: Any) -> Read:
+    from docling.datamodel.vlm_engine_options import MlxVlmEngineOptions
+
+    from vlm_batch.integrations.docling import BatchedVlmEngine
+
+    class Endless(BatchedVlmEngine):
+        def _request(self, given: Any) -> Request:
+            request = super()._request(given)
+            return replace(request, params=replace(request.params, ignore_eos=True))
+
+    batcher = VLMBatcher(model, processor)
+    spent = watched(batcher)
+    engine = Endless(MlxVlmEngineOptions(), batcher=batcher)
+
+    def read(pages: Sequence[Page]) -> dict[str, float]:
+        spent.seconds.clear()
+        outputs = engine.predict_batch(_docling_inputs(pages))
+        counted = [output.metadata["num_tokens"] for output in outputs]
+        assert counted == [page.tokens for page in pages]
+        return _engine_parts(spent)
+
+    return read
+
+
+def _docling_inputs(pages: Sequence[Page]) -> list[Any]:
+    from docling.models.inference_engines.vlm.base import VlmEngineInput
+
+    return [
+        VlmEngineInput(image=page.picture, prompt=PROMPT, max_new_tokens=page.tokens)
+        for page in pages
+    ]
+
+
+WAYS: dict[str, Callable[[Any, Any], Read]] = {
+    "ours": ours,
+    "page by page": page_by_page,
+    "groups of eight": groups_of_eight,
+    "docling": docling_itself,
+    "docling with ours": docling_with_ours,
+}
+#: Ways that answer one page after another, for which ``--alone`` is.
+ALONE = ("page by page", "docling")
+#: Ways that need docling.
+NEEDS_DOCLING = ("docling", "docling with ours")
+#: Ways whose times are divided, the first by the second.
+PAIRS = (
+    ("ours", "page by page"),
+    ("ours", "groups of eight"),
+    ("ours", "docling"),
+    ("docling with ours", "docling"),
+)
+
+
+def has_docling() -> bool:
+    return importlib.util.find_spec("docling") is not None
 
 
 def run_way(way: str, args: argparse.Namespace) -> Run:
@@ -361,11 +467,12 @@ def run_way(way: str, args: argparse.Namespace) -> Run:
     read(make_pages(WARM_PAGES, first + 900_000, (WARM_TOKENS, WARM_TOKENS)))
     pages = make_pages(args.pages, first, args.tokens)
     mx.reset_peak_memory()
-    begin = time.perf_counter()
+    begin, worked = time.perf_counter(), time.process_time()
     parts = read(pages)
     seconds = time.perf_counter() - begin
+    worked = time.process_time() - worked
     tokens = sum(page.tokens for page in pages)
-    return Run(args.pages, seconds, tokens, mx.get_peak_memory(), parts)
+    return Run(args.pages, seconds, worked, tokens, mx.get_peak_memory(), parts)
 
 
 # The table
@@ -374,6 +481,7 @@ def run_way(way: str, args: argparse.Namespace) -> Run:
 
 def say(way: str, runs: Sequence[Run]) -> None:
     each = statistics.median(run.seconds_a_page for run in runs)
+    worked = statistics.median(run.processor_seconds_a_page for run in runs)
     peak = max(run.peak_bytes for run in runs) / 1e9
     shares = {
         part: statistics.median(run.parts[part] / run.seconds for run in runs)
@@ -381,14 +489,27 @@ def say(way: str, runs: Sequence[Run]) -> None:
     }
     said = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
     print(
-        f"{way:16} {each:7.2f} s a page, {3600 / each:6.0f} pages an hour, peak {peak:.2f} GB; {said}"
+        f"{way:17} {each:7.2f} s a page ({worked:.2f} of the processor), {3600 / each:6.0f} pages an hour,"
+        f" peak {peak:.2f} GB; {said}"
     )
 
 
-def ratios(runs: dict[str, list[Run]], other: str) -> list[float]:
-    """Return ours over the other's seconds a page, sorted."""
-    pairs = zip(runs["ours"], runs[other], strict=True)
-    return sorted(mine.seconds_a_page / theirs.seconds_a_page for mine, theirs in pairs)
+def ratios(mine: Sequence[Run], theirs: Sequence[Run]) -> dict[str, list[float]]:
+    """Return one way's time of a page over another's, round by round, sorted: by the clock, and of the processor."""
+    rounds = list(zip(mine, theirs, strict=True))
+    return {
+        "clock": sorted(
+            one.seconds_a_page / other.seconds_a_page for one, other in rounds
+        ),
+        "processor": sorted(
+            one.processor_seconds_a_page / other.processor_seconds_a_page
+            for one, other in rounds
+        ),
+    }
+
+
+def spread(shares: Sequence[float]) -> str:
+    return f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -401,7 +522,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--alone",
         type=int,
         default=None,
-        help="of a round's pages, so many page by page, as long as all on average",
+        help="of a round's pages, so many page by page and by docling's engine, as long as all on average",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -418,9 +539,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=MAX_PIXELS,
         help="of a page as the model sees it (default: all)",
     )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=None,
+        metavar="WAY",
+        help=f"some of: {', '.join(WAYS)} (default: all that are installed)",
+    )
     parser.add_argument("--way", choices=WAYS, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if has_docling():
+        args.ways = args.ways or list(WAYS)
+        return args
+    for way in NEEDS_DOCLING:
+        if way in (*(args.ways or ()), args.way):
+            parser.error(
+                f'{way!r} needs docling, which is not installed: pip install "vlm-batch[docling]"'
+            )
+    args.ways = args.ways or [way for way in WAYS if way not in NEEDS_DOCLING]
+    return args
 
 
 def _run_apart(way: str, number: int, args: argparse.Namespace) -> Run:
@@ -428,7 +567,7 @@ def _run_apart(way: str, number: int, args: argparse.Namespace) -> Run:
     command += ["--round", str(number), "--shape", args.shape]
     command += ["--max-pixels", str(args.max_pixels)]
     pages = args.pages
-    if way == "page by page" and args.alone is not None:
+    if way in ALONE and args.alone is not None:
         pages = args.alone
     command += ["--pages", str(pages), "--tokens", *map(str, args.tokens)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -440,19 +579,27 @@ def main() -> None:
     if args.way is not None:
         print(json.dumps(asdict(run_way(args.way, args))))
         return
-    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    if not has_docling():
+        print("docling is not installed, so its two ways are left out")
+    runs: dict[str, list[Run]] = {way: [] for way in args.ways}
     for number in range(args.rounds):
-        for way in WAYS:
-            runs[way].append(_run_apart(way, number, args))
+        for way in args.ways:
+            run = _run_apart(way, number, args)
+            runs[way].append(run)
             print(
-                f"round {number + 1}, {way}: {runs[way][-1].seconds:.1f} s", flush=True
+                f"round {number + 1}, {way}: {run.seconds:.1f} s ({run.processor_seconds:.1f} of the processor)",
+                flush=True,
             )
     for way, each in runs.items():
         say(way, each)
-    found = {other: ratios(runs, other) for other in WAYS if other != "ours"}
-    for other, shares in found.items():
-        middle = statistics.median(shares)
-        print(f"ours / {other}: {middle:.2f} ({shares[0]:.2f} to {shares[-1]:.2f})")
+    found = {}
+    for one, other in PAIRS:
+        if one in runs and other in runs:
+            shares = ratios(runs[one], runs[other])
+            found[f"{one} / {other}"] = shares
+            print(
+                f"{one} / {other}: {spread(shares['clock'])}, of processor time {spread(shares['processor'])}"
+            )
     facts = {
         "shape": args.shape,
         "pages": args.pages,

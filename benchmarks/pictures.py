@@ -135,6 +135,8 @@ def watched(batcher: VLMBatcher) -> Spent:
     spent.watch(generator, "_encode", "encode")
     spent.watch(generator, "_prefill", "prefill")
     spent.watch(generator.runner, "decode", "decode, launch")
+    # a CPU computes a step's forward while its tokens' choice is launched
+    spent.watch(generator, "_choose", "choose, launch")
     spent.watch(generator.telling, "read", "wait for the last step")
     for name in ("prompt_key", "encode_together", "encode"):
         spent.watch(adapter, name, f"  adapter.{name}")

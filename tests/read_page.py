@@ -39,6 +39,7 @@ def _row(publisher: Publisher) -> str:
     settings = [f"{name} {value}" for name, value in publisher.params.items()]
     if publisher.longest is not None:
         settings.append(f"{publisher.longest} pixels on the longest side")
+    settings += [f"{task}: {said}" for task, said in publisher.enlarging.items()]
     return f"| {', '.join(publisher.models)} | {', '.join(publisher.prompts)} | {', '.join(settings)} |\n"
 
 

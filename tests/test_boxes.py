@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from tests import read_page
 from vlm_batch.cli import main as cli
+from vlm_batch.inputs.documents import load_page
 from vlm_batch.jobs.boxes import BOX_FORMS, Size
 from vlm_batch.jobs.publishers import PUBLISHERS
 from vlm_batch.types import Request, Result
@@ -158,6 +159,7 @@ class Boxes:
         self.write = write
         self.pages: list[Image.Image] = []
         self.prompts: list[str | None] = []
+        self.bounds: list[tuple[int | None, int | None]] = []
 
     def __call__(self, args: object) -> AbstractContextManager[Boxes]:
         return nullcontext(self)
@@ -167,6 +169,7 @@ class Boxes:
             page = request.images[0]
             self.pages.append(page)
             self.prompts.append(request.prompt)
+            self.bounds.append((request.min_pixels, request.max_pixels))
             yield Result(
                 request_id=str(request.request_id),
                 text=self.write(ink_boxes(page)),
@@ -211,8 +214,10 @@ def pdf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "page.pdf"
 
 
-def read(batcher: Boxes, model: str, *more: str) -> int:
-    words = ["read", "page.pdf", "--out", "out", "--model", model, "--quiet", *more]
+def read(
+    batcher: Boxes, model: str, *more: str, paths: tuple[str, ...] = ("page.pdf",)
+) -> int:
+    words = ["read", *paths, "--out", "out", "--model", model, "--quiet", *more]
     return cli.main(words, open_batcher=batcher)
 
 
@@ -252,6 +257,59 @@ def test_drawn_boxes_hold_the_ink_of_the_page(pdf: str, family: str) -> None:
         assert region["text"] == (None if family == "mineru" else f"block {number}")
     assert not (dark & ~np.asarray(drawn)).any()  # no ink outside of them
     assert (~dark & np.asarray(drawn)).mean() < 0.02
+
+
+def test_small_pages_are_doubled_for_paddleocr_and_boxes_are_in_their_own_pixels(
+    pdf: str,
+) -> None:
+    """As ``pre_process_for_spotting`` of PaddleX: both sides below 1,500 pixels, Lanczos."""
+    load_page("page.pdf", 0, dpi=20).save("page.png")
+    batcher = Boxes(paddle)
+    model = FAMILIES["paddleocrvl"][0]
+    both = ("page.pdf", "page.png")
+    assert read(batcher, model, "--boxes", "--dpi", "96", paths=both) == 0
+    page, tiny = batcher.pages
+    assert (page.size, tiny.size) == ((1920, 2688), (400, 560))
+    own = Image.open("page.png").convert("RGB")
+    right = own.resize((400, 560), Image.Resampling.LANCZOS)
+    assert tiny.tobytes() == right.tobytes()
+    # more than 1.5's processor lets through, where a page has so many
+    assert batcher.bounds == [(1003521, 1605632), (None, None)]
+
+    (told,) = json.loads(Path("out/page.pdf.boxes.json").read_text())["pages"]
+    assert told["size"] == [960, 1344]
+    dark = ink(load_page("page.pdf", 0, dpi=96))
+    assert dark.shape == (1344, 960)
+    drawn = Image.new("1", (960, 1344))
+    for region in told["regions"]:
+        left, top, right, bottom = region["box"]
+        assert dark[top + 3 : bottom - 3, left + 3 : right - 3].all()
+        ImageDraw.Draw(drawn).rectangle((left - 3, top - 3, right + 3, bottom + 3), 1)
+    assert len(told["regions"]) == len(BLOCKS)
+    assert not (dark & ~np.asarray(drawn)).any()
+
+    # from the pages' answers, without asking
+    Path("out/page.pdf.boxes.json").unlink()
+    more = ("--boxes", "--dpi", "96", "--resume")
+    assert read(batcher, model, *more, paths=both) == 0
+    assert len(batcher.pages) == 2
+    (twice,) = json.loads(Path("out/page.pdf.boxes.json").read_text())["pages"]
+    assert twice == told
+
+
+def test_pages_are_doubled_for_spotting_alone_and_large_ones_stay(pdf: str) -> None:
+    batcher = Boxes(paddle)
+    model = FAMILIES["paddleocrvl"][0]
+    assert read(batcher, model, "--dpi", "72") == 0  # ocr
+    assert read(batcher, model, "--dpi", "120", "--boxes", "--overwrite") == 0
+    say = ("--dpi", "72", "--boxes", "--overwrite", "--max-pixels", "1M")
+    assert read(batcher, model, *say) == 0
+    sizes = [page.size for page in batcher.pages]
+    assert sizes == [(720, 1008), PAGE, (1440, 2016)]
+    bounds = [(None, None), (1003521, 1605632), (None, None)]
+    assert batcher.bounds == bounds  # the command line's are the batcher's
+    # a run with other sizes is not gone on with
+    assert read(batcher, model, "--dpi", "72", "--boxes", "--resume") == 2
 
 
 def test_boxes_of_a_run_without_them_are_written_by_resume(pdf: str) -> None:

@@ -18,6 +18,7 @@ from vlm_batch.jobs import Reading, open_sources
 
 DATA = Path(__file__).parent / "data"
 COLOURS = ("red", "lime", "blue")
+RGB = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
 
 
 def dark(picture: Image.Image) -> int:
@@ -151,6 +152,35 @@ def test_a_tiff_with_pages_is_as_many_rows(
         if row.load is not None
     ]
     assert colours == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+
+
+def test_whole_pages_of_a_cut_tiff_are_read_wherever_it_ends(tmp_path: Path) -> None:
+    """It was taken for a picture with several pages, and its first page was lost."""
+    whole = tiff(0, 0, 0)
+    path = tmp_path / "cut.tif"
+    counts = set()
+    for length in range(8, len(whole)):
+        path.write_bytes(whole[:length])
+        try:
+            num_pages = count_pages(str(path))
+        except InvalidImage:  # not even the first page's size is there
+            continue
+        counts.add(num_pages)
+        reads = [is_read(path, number) for number in range(num_pages)]
+        assert reads == sorted(reads, reverse=True), length
+        (source,), _ = open_sources([str(path)], Reading())
+        assert len(list(source.rows())) == num_pages
+    assert counts == {2, 3}
+
+
+def is_read(path: Path, number: int) -> bool:
+    """Read a page, which has one colour, or fail as a page does."""
+    try:
+        page = load_page(str(path), number)
+    except InvalidImage:
+        return False
+    assert page.getcolors() == [(page.width * page.height, RGB[number])]
+    return True
 
 
 def test_a_tiff_is_no_picture_if_it_has_pages(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def declared(
     """Return a dataclass's field that declares a parameter.
 
     Args:
-        check: Of its value, when a record is made; None for what the record checks itself.
+        check: Of its value, when a record is made.
         flag: On the command line; None for none.
         in_jobs: Whether a row's ``params`` and a job's settings may name it.
         over_http: Whether the field of this name in a body sets it, and nothing else does.

@@ -41,7 +41,7 @@ from vlm_batch.cli.options import (
 from vlm_batch.cli.watching import JobView
 from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
 from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, PageText
-from vlm_batch.jobs.pages import ChosenPages, PageRange
+from vlm_batch.jobs.pages import ChosenPages, EnlargedPages, Enlarging, PageRange
 from vlm_batch.jobs.plan import Job
 from vlm_batch.jobs.publishers import (
     PLAIN_PROMPTS,
@@ -91,7 +91,8 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
         SAMPLE if args.model is None else publisher_of(model, _model_type(model))
     )
     questions = _questions(args, publisher)
-    sources = _sources(args, publisher)
+    enlarging = _enlarging(args, publisher)
+    sources = _sources(args, publisher, enlarging)
     check_report(args.report, None)
     folder = Path(args.out).expanduser()
     documents = Documents(
@@ -117,6 +118,7 @@ def _read(args: argparse.Namespace, open_batcher: OpenBatcher, signals: Signals)
             "dpi": args.dpi,
             "longest": _longest(args, publisher),
             "pages": str(args.pages),
+            "enlarged": None if enlarging is None else str(enlarging),
         },
         kept_in=documents.name,
         is_kept=True,
@@ -222,7 +224,19 @@ def _longest(args: argparse.Namespace, publisher: Publisher) -> int | None:
     return publisher.longest if args.dpi is None else None
 
 
-def _sources(args: argparse.Namespace, publisher: Publisher) -> list[Source]:
+def _enlarging(args: argparse.Namespace, publisher: Publisher) -> Enlarging | None:
+    """Return how the publisher enlarges small pages for its own question; ``--min-pixels`` and ``--max-pixels`` overrule."""
+    if args.prompt is not None or args.prompt_file is not None:
+        return None
+    found = publisher.enlarging.get(_task(args, publisher))
+    if found is None or vars(args).keys().isdisjoint(("min_pixels", "max_pixels")):
+        return found
+    return replace(found, bounds=None)
+
+
+def _sources(
+    args: argparse.Namespace, publisher: Publisher, enlarging: Enlarging | None
+) -> list[Source]:
     if "-" in args.paths:
         raise UsageError("read takes documents by their names; - is no name")
     dpi = DEFAULT_DPI if args.dpi is None else args.dpi
@@ -235,6 +249,8 @@ def _sources(args: argparse.Namespace, publisher: Publisher) -> list[Source]:
     ]
     if args.pages is not None:
         sources = [ChosenPages(one, args.pages) for one in sources]
+    if enlarging is not None:
+        sources = [EnlargedPages(one, enlarging) for one in sources]
     if _prompt(args, publisher) == "":
         sources = [_PagesAlone(source) for source in sources]
     return sources

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import re
@@ -362,21 +363,24 @@ def opened(source: Any) -> Image.Image:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-def page_numbers(image: Image.Image) -> list[int]:
+def page_numbers(image: Any) -> list[int]:
     """Return the frames of a TIFF that are pages, without previews and masks; of other pictures the first."""
     pages = [0]
     if image.format != "TIFF":
         return pages
-    for number in range(1, getattr(image, "n_frames", 1)):
+    for number in itertools.count(1):
+        before = image.tag_v2.next
         try:
             is_page = _is_page(image, number)
         except EOFError:
             break
         except Exception:
-            # a page of an unknown kind: it fails by itself, when it is read
+            # a page of an unknown kind, or one that is cut: it fails by itself, when it is read
             is_page = True
         if is_page:
             pages.append(number)
+        if image.tag_v2.next == before:  # the file ends within this page
+            break
     return pages
 
 

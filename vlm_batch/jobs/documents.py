@@ -228,6 +228,8 @@ class Documents(Sink):
         columns = record["columns"]
         name = _document_of(columns, str(record["id"]))
         record = {**record, "document": name, "page": columns.get("page")}
+        if "page_size" in columns:  # before its publisher enlarged it
+            record["image_sizes"] = [columns["page_size"]]
         if name in self._names:
             record["file"] = self._names[name].with_suffix("").as_posix()
         self._answers.append(record)

@@ -1,13 +1,18 @@
-"""Pages of documents that a user chose."""
+"""Pages of documents: those that a user chose, and those that a publisher enlarges."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from PIL import Image
+
+from vlm_batch.inputs.images import load_image
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Source
+from vlm_batch.types import Request
 
 _SPAN = re.compile(r"(\d+)?(-)?(\d+)?")
 
@@ -81,3 +86,68 @@ class ChosenPages(Source):
             id=path,
             error=f"{path} has {count} pages, and none of --pages {self.pages.text}",
         )
+
+
+@dataclass(frozen=True)
+class Enlarging:
+    """How a publisher shows its models small pages.
+
+    Attributes:
+        below: Pages of which both sides have fewer pixels are doubled.
+        bounds: Fewest and most pixels that the model sees of a page that has so many, above its processor's own.
+            None leaves them to the processor.
+    """
+
+    below: int
+    bounds: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        said = f"doubled where both sides are below {self.below} pixels"
+        if self.bounds is None:
+            return said
+        return f"{said}, {self.bounds[1]} pixels at most"
+
+    def shown(self, request: Request, page: Image.Image) -> Request:
+        """Return a request about its page, enlarged."""
+        width, height = page.size
+        if max(width, height) < self.below:
+            page = page.resize((2 * width, 2 * height), Image.Resampling.LANCZOS)
+        request = replace(request, images=page)
+        if self.bounds is None or page.width * page.height < self.bounds[0]:
+            return request
+        least, most = self.bounds
+        return replace(request, min_pixels=least, max_pixels=most)
+
+
+@dataclass(frozen=True)
+class EnlargedPages(Source):
+    """A source's pages as a publisher enlarges them. The column ``page_size`` keeps the size that they had."""
+
+    inner: Source
+    enlarging: Enlarging
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        return self.inner.columns
+
+    @property
+    def numbered(self) -> bool:
+        return self.inner.numbered
+
+    def rows(self) -> Iterator[JobRow]:
+        return map(self._row, self.inner.rows())
+
+    def _row(self, row: JobRow) -> JobRow:
+        columns: dict[str, Any] = dict(row.columns)
+
+        def shown(request: Request) -> Request:
+            (picture,) = request.images
+            page = load_image(picture)
+            columns["page_size"] = page.size
+            return self.enlarging.shown(request, page)
+
+        return replace(row, columns=columns, shown=shown)

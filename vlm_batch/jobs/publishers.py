@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
+from vlm_batch.jobs.pages import Enlarging
 
 #: What a page can be asked for. A model without a prompt of its own for a task is asked the plain one.
 TASKS = ("ocr", "markdown", "table", "formula", "layout")
@@ -102,6 +103,7 @@ class Publisher:
         params: Sampling parameters for every page.
         again: Further ones for a page that fell into a loop.
         longest: Pixels of the longest side of a rendered page; None leaves it to ``--dpi``.
+        enlarging: By task, how small pages are enlarged.
         source: Where all of this is published.
     """
 
@@ -111,6 +113,7 @@ class Publisher:
     params: Mapping[str, Any] = field(default_factory=dict)
     again: Mapping[str, Any] = field(default_factory=lambda: AGAIN)
     longest: int | None = None
+    enlarging: Mapping[str, Enlarging] = field(default_factory=dict)
     source: str
 
     @property
@@ -171,7 +174,10 @@ PUBLISHERS = (
             "layout": "Spotting:",
         },
         params={"max_tokens": 4096},
-        source="paddlex 3.7.2: inference/pipelines/paddleocr_vl/pipeline.py (layout: from PaddleOCR-VL-1.5 on)",
+        # 1.5's own processor has at most 1280 * 28 * 28
+        enlarging={"layout": Enlarging(1500, (1280 * 28 * 28 + 1, 2048 * 28 * 28))},
+        source="paddlex 3.7.2: inference/pipelines/paddleocr_vl/pipeline.py, uilts.py (layout: from PaddleOCR-VL-1.5 on, "
+        "as its model card)",
     ),
     Publisher(
         models=("nanonetsocr",),

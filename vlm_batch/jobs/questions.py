@@ -79,7 +79,7 @@ class Item:
         images: Sequence[ImageInput] = row.images
         if row.load is not None:
             images = tuple(row.load())
-        return Request(
+        request = Request(
             prompt=None if self.messages is not None else self.prompt,
             messages=self.messages,
             images=images,
@@ -89,6 +89,7 @@ class Item:
             template=Template(enable_thinking=self.enable_thinking),
             request_id=self.id,
         )
+        return row.shown(request)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_batch.errors import VLMBatchError
 from vlm_batch.inputs.fetch import is_data_uri
-from vlm_batch.types import Audio, ImageInput, Message, Video
+from vlm_batch.types import Audio, ImageInput, Message, Request, Video
 
 if TYPE_CHECKING:
     from vlm_batch.jobs.cells import Columns
@@ -20,11 +20,16 @@ class InvalidJob(VLMBatchError, ValueError):
     """A job cannot begin as asked; users see the one-line message."""
 
 
+def as_it_is(request: Request) -> Request:
+    return request
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
     """One row to ask about.
 
-    ``load`` reads the pictures named by ``images``. ``strange`` columns are mistakes unless the job names them.
+    ``load`` reads the pictures named by ``images``, and ``shown`` changes the request as its publisher wants them shown.
+    ``strange`` columns are mistakes unless the job names them.
     ``error`` says why the row cannot be asked. ``is_scanned``: pictures that the row has were left out.
     """
 
@@ -38,6 +43,7 @@ class JobRow:
     columns: Mapping[str, Any] = field(default_factory=dict)
     strange: tuple[str, ...] = ()
     load: Callable[[], Sequence[ImageInput]] | None = None
+    shown: Callable[[Request], Request] = as_it_is
     error: str | None = None
     is_scanned: bool = False
 
