@@ -20,6 +20,7 @@ from tests.zoo._oracle import generate_alone
 from vlm_batch.adapters import turning
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.cuda import turning as cuda
+from vlm_batch.adapters.cuda.spans import MaskForm
 from vlm_batch.adapters.cuda.turning import TurnedBuild
 from vlm_batch.caches import Placement, lookups, turbo
 from vlm_batch.caches.quantisation import KVQuantisation
@@ -129,7 +130,8 @@ def kind(
     is_by_row: bool = True,
 ) -> TurnedBuild:
     layouts = TurboCache(bits).layouts(depth, values or depth)
-    return TurnedBuild(heads, kv_heads, *layouts, mask, is_by_row)
+    form = MaskForm(mask, is_by_row)
+    return TurnedBuild(heads, kv_heads, *layouts, form)
 
 
 KINDS = {
