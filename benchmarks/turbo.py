@@ -1,21 +1,26 @@
 """TurboQuant beside uniform bits and exact keys: python -m benchmarks.turbo [--help]
 
-Four tables. Memory: bytes of keys and values as a share of exact ones in bfloat16. Time: a decode step, a prompt and a whole
-load, as shares of exact ones within one run. Error: how far attention's output is off. Answers: how many tokens of the
-embedded models' answers are those with exact keys and values. Models of the second table are random; ``--shape`` says how
-large. Seconds are of processor time on a CPU, of wall time on a GPU. The last line is JSON.
+Five tables. Launches: operations that one layer starts on a GPU. Memory: bytes of keys and values as a share of exact ones in
+bfloat16. Time: a decode step, a prompt and a whole load, as shares of exact ones within one run. Error: how far attention's
+output is off. Answers: how many tokens of the embedded models' answers are those with exact keys and values. Models of the
+third table are random; ``--shape`` says how large. Seconds are of processor time on a CPU, of wall time on a GPU. The last
+line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from vlm_batch.runtime import blas
 from vlm_batch.runtime.blas import preload_openblas
@@ -28,10 +33,11 @@ from mlx_vlm.models.cache import KVCache  # noqa: E402
 
 from benchmarks.caches import clock, text_prompt, words  # noqa: E402
 from vlm_batch import VLMBatcher  # noqa: E402
+from vlm_batch.adapters import turning  # noqa: E402
 from vlm_batch.adapters.attention import attention  # noqa: E402
 from vlm_batch.adapters.base import Adapter  # noqa: E402
 from vlm_batch.assets import default_checkpoint  # noqa: E402
-from vlm_batch.caches import Placement  # noqa: E402
+from vlm_batch.caches import Placement, lookups, turbo  # noqa: E402
 from vlm_batch.caches.layers import kind_of  # noqa: E402
 from vlm_batch.caches.quantisation import KVQuantisation  # noqa: E402
 from vlm_batch.engine.batch import DecodeBatch  # noqa: E402
@@ -41,6 +47,7 @@ from vlm_batch.engine.shapes import FreeShapes  # noqa: E402
 from vlm_batch.models import adapter_for  # noqa: E402
 from vlm_batch.policy import KERNEL, PACKED, UNPACKED, policy_of  # noqa: E402
 from vlm_batch.records import DecodeStep  # noqa: E402
+from vlm_batch.runtime.device import Device  # noqa: E402
 from vlm_batch.types import SamplingParams  # noqa: E402
 
 VOCABULARY = 4096
@@ -113,6 +120,101 @@ def model_of(shape: Shape) -> Adapter:
     model.set_dtype(shape.dtype)
     mx.eval(model.parameters())
     return adapter_for("qwen2_vl")(model)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+#: What MLX does without a kernel, unless it has to copy.
+VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Transpose", "View"}
+VIEWS |= {"Split", "Squeeze", "Unflatten"}
+#: A node of an operation in a graph that MLX exports.
+OPERATION = re.compile(r'label ="([A-Za-z]+)[^"]*", shape=rectangle')
+
+
+def launches(args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Operations of one layer that are no views, on a GPU: 32 heads over 8 of 128, bfloat16, 8 rows.
+
+    A step codes and stores a token of each row, and attends to rotated keys; a prompt codes and stores a chunk of 512, looks up
+    all keys and values, and attends. The attention itself is not counted, for exact keys neither. ``fused`` is a step in a
+    graph. They are counted on a CPU, where MLX dequantises uniform bits in many operations.
+    """
+    found: dict[str, dict[str, int]] = {}
+    print("\noperations of a layer on a GPU, without the attention itself")
+    on_cuda = [
+        mock.patch.object(module, "device", return_value=Device.CUDA)
+        for module in (lookups, turbo, turning)
+    ]
+    for patch in on_cuda:
+        patch.start()
+    for name, kv in SCHEMES.items():
+        counts = {
+            "step": _count(_step_layer(kv)),
+            "step, fused": _count(_step_layer(kv, mx.compile)),
+            "chunk": _count(_chunk_layer(kv)),
+        }
+        found[name] = counts
+        line = "".join(f"  {case} {count}" for case, count in counts.items())
+        print(f"{name}:{line}", flush=True)
+    for patch in on_cuda:
+        patch.stop()
+    return found
+
+
+def _count(arrays: list[mx.array]) -> int:
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    counts = Counter(OPERATION.findall(graph.getvalue()))
+    return sum(count for name, count in counts.items() if name not in VIEWS)
+
+
+def _step_layer(
+    kv: KVQuantisation | None, wrap: Callable[[Any], Any] = lambda function: function
+) -> list[mx.array]:
+    """Return what a step of 8 rows makes, unevaluated."""
+    own = KVCache() if kv is None else kv.empty()
+    own.update_and_fetch(*_random((1, 8, 40, 128), 2))
+    layer = kind_of(own).batched(Placement.SLAB, 8)
+    layer.few_bits = KERNEL
+    for place in range(8):
+        layer.put(place, own)
+    layer.resize(8)
+
+    def step(queries: mx.array, keys: mx.array, values: mx.array) -> list[mx.array]:
+        states = layer.update_and_fetch(keys, values)
+        if not isinstance(states[0], turning.TurboStates):
+            return list(layer.arrays())
+        asked = turning.TurnedAttention(queries, *states, 0.1, None, None)
+        return [turning.attend_step(asked, lambda turned, *_: turned), *layer.arrays()]
+
+    given = [*_random((8, 32, 1, 128), 1), *_random((8, 8, 1, 128), 2)]
+    mx.eval(given, layer.arrays(), step(*given))  # constants are made once
+    found: list[mx.array] = wrap(step)(*given)
+    return found
+
+
+def _chunk_layer(kv: KVQuantisation | None) -> list[mx.array]:
+    """Return what a chunk of a prompt makes behind another, unevaluated."""
+    own = KVCache() if kv is None else kv.empty()
+    queries, keys, values = (
+        *_random((1, 32, 512, 128), 1),
+        *_random((1, 8, 512, 128), 2),
+    )
+
+    def chunk() -> list[mx.array]:
+        states = own.update_and_fetch(keys, values)
+        if isinstance(states[0], turning.TurboStates):
+            asked = turning.TurnedAttention(queries, *states, 0.1, "causal", None)
+            return [turning.attend_prompt(asked, lambda *given: sum(given[1:3]))]
+        if kv is None:
+            return list(states)
+        return [one.dequantized() for one in states]
+
+    mx.eval(chunk())
+    return chunk()
+
+
+def _random(shape: tuple[int, ...], count: int) -> list[mx.array]:
+    return [mx.random.normal(shape).astype(mx.bfloat16) for _ in range(count)]
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -320,6 +422,7 @@ def _same(own: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> float
 
 
 TABLES: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "launches": launches,
     "memory": memory,
     "time": timing,
     "error": error,

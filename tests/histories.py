@@ -204,17 +204,28 @@ def adapter_of(family: str, of: str = "histories") -> Adapter:
 
 @lru_cache(maxsize=4096)
 def _inputs(family: str, key: str | tuple[int, ...]) -> Inputs:
-    tiny = tiny_family(family)
     if not isinstance(key, str):
-        return {**tiny.text(1, 5), "input_ids": np.array([key])}
+        return {**tiny_family(family).text(1, 5), "input_ids": np.array([key])}
     kind, *numbers = key.split(":")
-    make: Any = {
+    return _makers(family)[kind](*map(int, numbers))
+
+
+def _makers(family: str) -> dict[str, Any]:
+    """Kinds of prompts -> what makes one, or None."""
+    tiny = tiny_family(family)
+    return {
         "text": tiny.text,
         "image": tiny.image,
         "two": tiny.two_images,
         "video": tiny.video,
-    }[kind]
-    return make(*map(int, numbers))
+    }
+
+
+def keys_of(family: str) -> list[str]:
+    """The prompts that a family can be asked."""
+    makers = _makers(family)
+    every = (*TEXTS, *PICTURES, *VIDEOS)
+    return [key for key in every if makers[key.partition(":")[0]] is not None]
 
 
 def inputs_of(family: str, key: str | tuple[int, ...]) -> Inputs:
@@ -299,7 +310,7 @@ def _answered_alone(family: str, asked: Asked, is_quantised: bool) -> Result:
 
 
 def _kv(family: str, is_quantised: bool) -> KVQuantisation | None:
-    return QUANTISED[family] if is_quantised else None
+    return QUANTISED.get(family, TURBO) if is_quantised else None
 
 
 # Loaders, without threads -----------------------------------------------------------------------------------------------
@@ -1190,10 +1201,12 @@ def _slabs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 @cache
 def _rows_of(family: str, placement: Placement, is_quantised: bool) -> RowMemory:
-    """The bytes of rows of all requests, pictures included."""
+    """The bytes of rows of all requests, pictures included; no video is longer."""
     adapter = adapter_of(family, "alone")
     memory = RowMemory(2**62, _slabs if placement is Placement.SLAB else _apart)
-    for key in (*TEXTS, *PICTURES):
+    for key in keys_of(family):
+        if key in VIDEOS:
+            continue
         encoded = adapter.encode(as_mlx(inputs_of(family, key)))
         caches = adapter.make_cache(_kv(family, is_quantised))
         adapter.prefill([encoded], caches, 0, encoded.length)
@@ -1238,8 +1251,7 @@ def act(history: History, draw: random.Random) -> None:
 
 def request_of(history: History, draw: random.Random) -> dict[str, Any]:
     """A request of few kinds, so that its answer alone is mostly known."""
-    tiny = tiny_family(history.family)
-    keys = [*TEXTS, *PICTURES] + (list(VIDEOS) if tiny.video is not None else [])
+    keys = keys_of(history.family)
     fault = draw.choice(PLACES) if draw.random() < 0.12 else ""
     asked: dict[str, Any] = {
         "key": draw.choice(keys),
@@ -1254,7 +1266,7 @@ def request_of(history: History, draw: random.Random) -> dict[str, Any]:
         asked["seed"] = draw.randrange(10**6, 10**7)  # by which the sampler tells it
     kind = draw.random()
     if history.is_quantised:
-        return asked
+        return gone_on(history, draw, asked)
     if kind < 0.3 and fault != "sample":
         asked |= {"temperature": 0.9, "seed": draw.choice((11, 22))}
     elif kind < 0.4:
@@ -1266,6 +1278,13 @@ def request_of(history: History, draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.12:
         alike = {"client": asked["client"], "is_late": asked["is_late"]}
         return {"key": asked["key"], "options": draw.choice(OPTIONS), **alike}
+    return gone_on(history, draw, asked)
+
+
+def gone_on(
+    history: History, draw: random.Random, asked: dict[str, Any]
+) -> dict[str, Any]:
+    """The request, or one that gives its cache back, or goes on with such a one."""
     if draw.random() < 0.25:
         asked |= {"return_cache": True, "fault": ""}
     if history.caches and history.family not in NO_GOING_ON and draw.random() < 0.3:

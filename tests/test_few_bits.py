@@ -19,6 +19,7 @@ from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.cuda import few_bits
 from vlm_batch.adapters.cuda.few_bits import FewBitsBuild
 from vlm_batch.adapters.cuda.launches import Launch
+from vlm_batch.adapters.cuda.spans import MaskForm
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.quantized import PackedLayout, SlabStates, of_slab
@@ -58,7 +59,13 @@ def kind(
     )
     halves = (keys, 0, kv_heads), (own, 0 if values else kv_heads, kv_heads)
     return FewBitsBuild(
-        depth**-0.5, heads, depth, *halves, dtype, scales or dtype, mask, is_by_row
+        depth**-0.5,
+        heads,
+        depth,
+        *halves,
+        dtype,
+        scales or dtype,
+        MaskForm(mask, is_by_row),
     )
 
 

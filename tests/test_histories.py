@@ -34,7 +34,10 @@ from tests.histories import (
     PLACES,
     QUANTISED,
     TEXTS,
+    TURBO,
     History,
+    act,
+    adapter_of,
     play,
 )
 from tests.many_histories import (
@@ -183,6 +186,36 @@ def test_drawn_histories(kind: str) -> None:
         and happened["error"]
         and happened["stop"] + happened["length"]
     )
+
+
+#: Kinds whose keys and values TurboQuant codes, beside what it leaves alone.
+TURNED = (
+    "qwen2_5_vl",  # positions in three dimensions
+    "qwen3_vl_moe",  # experts
+    "gemma3n",  # windows, and layers that share keys
+    "mimo_v2",  # values of another width, and sinks
+    "qwen3_5",  # recurrent states beside full attention
+    "falcon_h1",  # recurrent states and full attention in one layer
+    "mllama",  # cross-attention
+    "nemotron_parse",  # an encoder
+    "kimi_vl",  # latent attention that makes its keys whole; kimi_k25's is refused (tests/test_kv_quant.py)
+    "paligemma",  # prompts that attend both ways
+)
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_histories_with_turboquant(kind: str) -> None:
+    """Forty operations in each placement, with drafts, kept beginnings, and conversations that go on."""
+    coded, _ = TURBO.counts(adapter_of(kind).make_cache())
+    assert coded
+    for placement in Placement:
+        draw = random.Random(f"{kind} {placement.value}")
+        history = History(kind, placement, is_quantised=True, drafts=True)
+        for _ in range(40):
+            act(history, draw)
+        history.finish()
+        history.close()
+        assert history.counts["length"] + history.counts["stop"]
 
 
 @pytest.mark.parametrize(

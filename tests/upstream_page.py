@@ -30,6 +30,7 @@ FILES = (
     "prompts",
     "mllama",
     "other_models",
+    "turboquant",
 )
 
 #: Places that notes of families name and no reproduction shows -> why.
@@ -175,7 +176,8 @@ def _entry(group: list[Any]) -> str:
         f"`{one.name}` ({', '.join(f'`{_short(place)}`' for place in one.places)})"
         for one in group
     ]
-    return f"- **{', '.join(families)}**: {_words(group[0])}\n  {', '.join(shown)}"
+    named = ", ".join(families) or "every family"
+    return f"- **{named}**: {_words(group[0])}\n  {', '.join(shown)}"
 
 
 def _words(one: Any) -> str:

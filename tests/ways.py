@@ -117,6 +117,26 @@ WAYS = (
         ),
     ),
     Way(
+        "a way to code keys and values",
+        (
+            ("caches/coded.py", (ALL,)),
+            ("caches/states.py", ("LayerState", "filed")),
+            (
+                "caches/quantized.py",
+                (
+                    "PackedLayout",
+                    "QuantizedStates",
+                    "QuantizedCache",
+                    "QuantizedState",
+                    "QuantizedSlabCache",
+                ),
+            ),
+            ("caches/quantisation.py", ("Scheme", "SCHEMES")),
+            ("adapters/attention.py", ("STATES",)),
+            ("adapters/operations.py", ("attend_packed",)),
+        ),
+    ),
+    Way(
         "an output format",
         (
             ("jobs/formats.py", (ALL,)),

@@ -272,7 +272,7 @@ def report() -> None:
             found = f"the reproduction itself fails: {type(error).__name__}: {error}"
             right = ""
         print(
-            f"{one.name} ({', '.join(one.families)})\n  mlx-vlm: {_short(found)}\n  right:   {_short(right)}"
+            f"{one.name} ({', '.join(one.families) or 'every family'})\n  mlx-vlm: {_short(found)}\n  right:   {_short(right)}"
         )
         print(
             f"  at       {', '.join(one.places)}" if shows(found, right) else "  mended"

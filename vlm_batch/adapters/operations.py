@@ -32,8 +32,6 @@ from vlm_batch.caches.quantized import (
     SlabStates,
     attend_quantized,
 )
-from vlm_batch.caches.rows import RowStates
-from vlm_batch.caches.turbo import TurboStates
 from vlm_batch.runtime.device import Device, device
 
 #: mlx-vlm's own function, kept before any hook.
@@ -168,37 +166,20 @@ def attend_packed_slab(
     return few_bits.attend_where_right(queries, keys, values, scale, mask)
 
 
-def attend_turned(
-    queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend over TurboQuant's codes."""
-    if current().attends_apart and queries.shape[0] > 1:
-        return turning.attend_apart(
-            attend_turned, queries, keys, values, scale, mask, sinks
-        )
-    if queries.shape[2] > 1:
-        return turning.attend_prompt(attend, queries, keys, values, scale, mask, sinks)
-    kernel = cuda_turning.attend_where_right
-    return turning.attend_step(queries, keys, values, scale, mask, sinks, kernel)
+def attend_turned(*terms: Any) -> mx.array:
+    """Attend over TurboQuant's codes, in the terms of ``TurnedAttention``."""
+    asked = turning.TurnedAttention(*terms)
+    rows, _, length, _ = asked.queries.shape
+    if current().attends_apart and rows > 1:
+        return mx.concatenate([attend_turned(*one) for one in asked.rows()])
+    if length > 1:
+        return turning.attend_prompt(asked, attend)
+    return turning.attend_step(asked, cuda_turning.attend_where_right)
 
 
-def attend_turned_rows(
-    queries: mx.array,
-    keys: RowStates,
-    values: RowStates,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array | None:
+def attend_turned_rows(*terms: Any) -> mx.array | None:
     """Attend over rows' TurboQuant codes in one call; None where rows are of another kind, or attend one by one."""
-    if current().is_fixed:
-        return None
-    return turning.attend_rows(queries, keys, values, scale, mask, sinks)
+    return None if current().is_fixed else turning.attend_rows(*terms)
 
 
 # Products

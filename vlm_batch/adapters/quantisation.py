@@ -48,7 +48,7 @@ def check_quantisation(adapter: Adapter, kv: KVQuantisation) -> None:
             f"and values ({type(error).__name__}: {error})"
         ) from error
     if count < total:
-        last = ", with turboquant the last" if kv.scheme == "turboquant" else ""
+        last = f", with {kv.scheme} the last" if kv.leaves_last else ""
         warnings.warn(
             f"kv_bits={kv.bits:g}: {count} of {total} layers of {family} are quantised; the others (sliding windows, "
             f"recurrent states, cross-attention{last}) stay exact",

@@ -46,129 +46,124 @@ Pair: TypeAlias = tuple[TurboStates, TurboStates]
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
 
 
-def attend_prompt(
-    attend: Attend,
-    queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend with several queries (B, H, L, D), which share one look-up of all keys and values."""
+class TurnedAttention(NamedTuple):
+    """What is asked of attention over codes, as ``attention`` has it."""
+
+    queries: mx.array  # (B, H, L, D)
+    keys: TurboStates
+    values: TurboStates
+    scale: float
+    #: For (B, H, L, K), bool (True attends) or additive; None and "causal" hide nothing of a step.
+    mask: Any
+    sinks: mx.array | None  # (H,) scores that take weight and have no value
+
+    def rows(self) -> Iterator[TurnedAttention]:
+        """Yield each row's."""
+        mask = self.mask
+        has_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
+        for row in range(self.queries.shape[0]):
+            own = slice(row, row + 1)
+            yield TurnedAttention(
+                self.queries[own],
+                self.keys.of_row(row),
+                self.values.of_row(row),
+                self.scale,
+                mask[own] if has_rows else mask,
+                self.sinks,
+            )
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Heads of keys, and heads of queries that share one."""
+        heads, groups = self.queries.shape[1], self.keys.shape[1]
+        return groups, heads // groups
+
+    def turned(self) -> mx.array:
+        """Return one scaled query a row, rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
+        batch, _, _, depth = self.queries.shape
+        apart = self.queries.reshape(batch, *self.groups, depth)
+        return self.keys.layout.rotated(apart, self.scale)
+
+    def turned_back(self, output: mx.array) -> mx.array:
+        """Return the output (B, G, R, D_v) of one query a row as it is without a rotation: (B, H, 1, D_v)."""
+        batch, heads, _, _ = self.queries.shape
+        restored = self.values.layout.restored(output)
+        return restored.reshape(batch, heads, 1, -1).astype(self.queries.dtype)
+
+    def by_group(self) -> mx.array | None:
+        """Return the mask for one query a row, for scores (B, G, R, K)."""
+        mask = self.mask
+        if not isinstance(mask, mx.array):
+            return None
+        if mask.ndim < 4:
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        if mask.shape[1] == 1:
+            return mask  # the same for all layers, which make numbers of it once
+        return mask.reshape(mask.shape[0], *self.groups, mask.shape[3])
+
+    def sinks_by_group(self) -> mx.array | None:
+        """Return sinks (1, G, R, 1) beside scores (B, G, R, K)."""
+        if self.sinks is None:
+            return None
+        return self.sinks.astype(mx.float32).reshape(1, *self.groups, 1)
+
+
+def attend_prompt(asked: TurnedAttention, attend: Attend) -> mx.array:
+    """Attend with several queries, which share one look-up of all keys and values."""
+    queries, keys, values, scale, mask, sinks = asked
     dtype = queries.dtype
     turned = keys.layout.rotated(queries).astype(dtype)
-    wide_keys, wide_values = (
-        states.rotated().astype(dtype) for states in (keys, values)
-    )
+    wide = keys.rotated().astype(dtype), values.rotated().astype(dtype)
     if sinks is None:
-        output = attend(turned, wide_keys, wide_values, scale, mask)
+        output = attend(turned, *wide, scale, mask)
     else:
         output = mx.fast.scaled_dot_product_attention(
-            turned, wide_keys, wide_values, scale=scale, mask=mask, sinks=sinks
+            turned, *wide, scale=scale, mask=mask, sinks=sinks
         )
     return values.layout.restored(output.astype(mx.float32)).astype(dtype)
 
 
-def attend_apart(
-    attend: Callable[..., mx.array],
-    queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend with each row's queries separately."""
-    has_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
-    rows: list[mx.array] = []
-    for row in range(queries.shape[0]):
-        own = slice(row, row + 1)
-        seen = mask[own] if has_rows else mask
-        states = (keys.of_row(row), values.of_row(row))
-        rows.append(attend(queries[own], *states, scale, seen, sinks))
-    return mx.concatenate(rows)
-
-
-def attend_step(
-    queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-    kernel: Kernel,
-) -> mx.array:
-    """Attend with one query a row (B, H, 1, D).
+def attend_step(asked: TurnedAttention, kernel: Kernel) -> mx.array:
+    """Attend with one query a row.
 
     Args:
+        asked: With queries (B, H, 1, D).
         kernel: Attends if ``keys.by_kernel``, where it can.
-        mask: for (B, H, 1, K), bool (True attends) or additive; None and "causal" hide nothing.
-        sinks: (H,) scores that take weight and have no value.
     """
-    batch, heads, _, _ = queries.shape
-    groups = keys.shape[1]
-    if _takes_upstreams(queries, mask, sinks):
-        return _by_upstream(queries, keys, values, scale)
-    turned = _turned(queries, keys, scale)
-    mask = _by_group(mask, groups, heads) if isinstance(mask, mx.array) else None
-    by_head = _by_head(sinks, groups, heads)
+    queries, keys, values, _, _, sinks = asked
+    if _takes_upstreams(asked):
+        return _by_upstream(asked)
+    turned, mask, extra = asked.turned(), asked.by_group(), asked.sinks_by_group()
     output = None
     if keys.by_kernel and sinks is None:
         output = _by_kernel(kernel, turned, keys, values, mask)
     elif lookups.is_numpys():
-        rows = range(batch)
+        rows = range(len(queries))
         pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
-        output = _by_numpy(turned, pairs, mask, by_head)
+        output = _by_numpy(turned, pairs, mask, extra)
     if output is None:
-        output = _by_blocks(turned, keys, values, mask, by_head, queries.dtype)
-    restored = values.layout.restored(output)
-    return restored.reshape(batch, heads, 1, -1).astype(queries.dtype)
-
-
-def _turned(queries: mx.array, keys: TurboStates, scale: float) -> mx.array:
-    """Return scaled queries (B, H, 1, D), rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
-    batch, heads, _, depth = queries.shape
-    groups = keys.shape[1]
-    scaled = queries.astype(mx.float32) * scale
-    return keys.layout.rotated(scaled.reshape(batch, groups, heads // groups, depth))
-
-
-def _by_head(sinks: mx.array | None, groups: int, heads: int) -> mx.array | None:
-    """Return sinks (H,) beside scores (B, G, R, K)."""
-    if sinks is None:
-        return None
-    return sinks.astype(mx.float32).reshape(1, groups, heads // groups, 1)
-
-
-def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
-    """Return a mask of (B, H, 1, K) for scores (B, G, R, K)."""
-    if mask.ndim < 4:
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    if mask.shape[1] == 1:
-        return mask  # the same for all layers, which make numbers of it once
-    return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+        output = _by_blocks(turned, keys, values, mask, extra, queries.dtype)
+    return asked.turned_back(output)
 
 
 # By kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _takes_upstreams(queries: mx.array, mask: Any, sinks: mx.array | None) -> bool:
+def _takes_upstreams(asked: TurnedAttention) -> bool:
     """Whether mlx-vlm's fused kernels, which are Metal's and for one row, take a step."""
-    is_plain = sinks is None and not isinstance(mask, mx.array)
-    return is_plain and queries.shape[0] == 1 and device() is Device.METAL
+    is_plain = asked.sinks is None and not isinstance(asked.mask, mx.array)
+    return is_plain and asked.queries.shape[0] == 1 and device() is Device.METAL
 
 
-def _by_upstream(
-    queries: mx.array, keys: TurboStates, values: TurboStates, scale: float
-) -> mx.array:
+def _by_upstream(asked: TurnedAttention) -> mx.array:
     """Attend with one row's query (1, H, 1, D) by mlx-vlm's own function: (1, H, 1, D_v)."""
+    keys, values = asked.keys, asked.values
     given = [
         TurboQuantMSEState(states.norms[..., 0], states.codes)
         for states in (keys, values)
     ]
     cache = _upstreams_cache(keys.layout, values.layout)
-    found: mx.array = cache.decode_attention(queries, *given, scale=scale)
+    found: mx.array = cache.decode_attention(asked.queries, *given, scale=asked.scale)
     return found
 
 
@@ -211,7 +206,7 @@ def _by_blocks(
     """Attend with rotated queries (B, G, R, D), by products in ``dtype``: rotated (B, G, R, D_v)."""
     found = [
         queries.astype(dtype)
-        @ keys.between(begin, end).directions().astype(dtype).swapaxes(-1, -2)
+        @ keys.between(begin, end).directions(dtype).swapaxes(-1, -2)
         for begin, end in _blocks(keys)
     ]
     scores = joined(found, axis=3).astype(mx.float32) * _row_of(keys.norms)
@@ -220,7 +215,7 @@ def _by_blocks(
     weights = _softmax(scores, sinks) * _row_of(values.norms)
     total: Any = 0
     for begin, end in _blocks(values):
-        block = values.between(begin, end).directions().astype(dtype)
+        block = values.between(begin, end).directions(dtype)
         part = weights[..., begin:end].astype(dtype) @ block
         total = total + part.astype(mx.float32)
     return total  # type: ignore[no-any-return]
@@ -252,38 +247,37 @@ def _blocks(states: TurboStates) -> Iterator[tuple[int, int]]:
 
 
 def attend_rows(
-    queries: mx.array,
-    keys: RowStates,
-    values: RowStates,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
+    queries: mx.array, keys: RowStates, values: RowStates, *terms: Any
 ) -> mx.array | None:
     """Attend with one query (B, H, 1, D) of each row over its own cache, all in one call; None on a GPU.
 
     Empty places give zeros.
+
+    Args:
+        terms: The further ones of ``TurnedAttention``.
     """
-    if not lookups.is_numpys() or mask is not None:
+    pairs = _pairs(keys, values)
+    live = [pair for pair in pairs or () if pair is not None]
+    if pairs is None or not live:
         return None
+    asked = TurnedAttention(queries, *live[0], *terms)
+    if not lookups.is_numpys() or asked.mask is not None:
+        return None
+    found = _by_numpy(asked.turned(), pairs, None, asked.sinks_by_group())
+    return None if found is None else asked.turned_back(found)
+
+
+def _pairs(keys: RowStates, values: RowStates) -> list[Pair | None] | None:
+    """Return each place's codes; None if rows hold anything else."""
     pairs: list[Pair | None] = []
-    like: Pair | None = None
     for run, other in zip(keys.runs, values.runs, strict=True):
         if run.state is None:
             pairs.append(None)
             continue
         if run.count != 1 or not isinstance(run.state, TurboStates):
             return None
-        like = (run.state, cast(TurboStates, other.state))
-        pairs.append(like)
-    if like is None:
-        return None
-    batch, heads, _, _ = queries.shape
-    groups, layout = like[0].shape[1], like[1].layout
-    turned = _turned(queries, like[0], scale)
-    found = _by_numpy(turned, pairs, None, _by_head(sinks, groups, heads))
-    if found is None:
-        return None
-    return layout.restored(found).reshape(batch, heads, 1, -1).astype(queries.dtype)
+        pairs.append((run.state, cast(TurboStates, other.state)))
+    return pairs
 
 
 def _by_numpy(

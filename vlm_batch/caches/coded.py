@@ -58,6 +58,14 @@ class Layout(Protocol):
     ) -> tuple[Any, Any]:
         """Code keys, and values by another layout of the kind."""
 
+    def is_stackable(self, other: Any) -> bool:
+        """Whether codes of another layout of the kind can stand beside its own, as heads of one array."""
+
+    def code_stacked(
+        self, other: Any, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, ...]:
+        """Return the parts of keys, and behind them of values by such a layout, as heads."""
+
     def states(self, parts: Sequence[mx.array]) -> Any:
         """Return states of such parts."""
 
@@ -170,8 +178,8 @@ def _joined(parts: list[mx.array]) -> mx.array:
 class CodedSlabCache(SlabCache):
     """Full attention as slabs of parts, each (S, H, C, ...).
 
-    Stacking keys and values of one layout as heads saves operations. ``few_bits`` decides what models get for one layer's
-    attention.
+    Stacking keys and values that are coded alike as heads saves operations. ``few_bits`` decides what models get for one
+    layer's attention.
     """
 
     # parts, with the values' heads last if stacked; or None
@@ -219,8 +227,7 @@ class CodedSlabCache(SlabCache):
         count = keys.shape[2]
         of_keys, of_values = self._layouts
         if self._is_stacked:
-            together = mx.concatenate([keys, values], axis=1)
-            new = [of_keys.code(together).parts, ()]
+            new = [of_keys.code_stacked(of_values, keys, values), ()]
         else:
             coded = of_keys.code_with(of_values, keys, values)
             new = [states.parts for states in coded]
@@ -247,7 +254,7 @@ class CodedSlabCache(SlabCache):
     @property
     def _is_stacked(self) -> bool:
         keys, values = self._layouts
-        return bool(keys == values)
+        return bool(keys.is_stackable(values))
 
     def _halves(self) -> list[tuple[Sequence[mx.array], slice]]:
         """(slabs, heads) of keys and of values."""

@@ -14,16 +14,22 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.arrays import round_up
-from vlm_batch.caches.codebooks import BUCKETS, Codebook, codebook
+from vlm_batch.caches.codebooks import (
+    BUCKETS,
+    CODES_OF_FIELD,
+    Codebook,
+    codebook,
+    numbers_of_fields,
+)
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.exponentials import evaluated, view
 
-#: The fewest numbers for which an evaluation pays.
+#: The fewest numbers that numpy looks up.
 FEWEST = 2**14
+#: Codes that are packed together, as one number of 64 bits.
+TOGETHER = 8
 #: Numbers of a block, which stay in a core's second cache.
 BLOCK = 2**16
-#: Bits -> codes of a field. Tables have up to 1 MB.
-CODES_OF_FIELD = {2: 4, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}
 #: Codes of a field -> a type of as many float32 numbers.
 NUMBERS = {2: np.complex64, 4: np.complex128}
 
@@ -40,11 +46,8 @@ class Table(NamedTuple):
 def table(width: int, depth: int) -> Table:
     """Return the table of codes of ``width`` bits for directions of ``depth`` numbers."""
     codes = CODES_OF_FIELD[width]
-    bits = codes * width
-    fields = np.arange(1 << bits)[:, None]
-    each = fields >> (width * np.arange(codes)) & ((1 << width) - 1)
-    numbers = np.ascontiguousarray(codebook(depth, width).numbers[each])
-    return Table(bits, codes, numbers.view(NUMBERS[codes])[:, 0])
+    numbers = numbers_of_fields(width, depth, codes)
+    return Table(codes * width, codes, numbers.view(NUMBERS[codes])[:, 0])
 
 
 def is_numpys() -> bool:
@@ -53,7 +56,7 @@ def is_numpys() -> bool:
 
 
 def takes(size: int) -> bool:
-    """Whether numpy looks up or finds so many codes of a prompt."""
+    """Whether numpy looks up so many codes of a prompt."""
     return size >= FEWEST and is_numpys()
 
 
@@ -136,24 +139,48 @@ def rotated(norms: mx.array, words: mx.array, bits: int, depth: int) -> mx.array
     return found[..., :depth]
 
 
-def codes_of(numbers: mx.array, book: Codebook) -> mx.array | None:
-    """Return the codes (..., D) uint8 of rotated directions; None where MLX is to find them."""
-    if not takes(numbers.size):
+def packed(directions: mx.array, bits: int, depth: int, width: int) -> mx.array | None:
+    """Return the codes (..., width) uint32 of rotated directions (..., D); None while MLX traces."""
+    found = mx.zeros((*directions.shape[:-1], width), mx.uint32)
+    if not evaluated(found, directions):
         return None
-    found = mx.zeros(numbers.shape, mx.uint8)
-    if not evaluated(found, numbers):
-        return None
-    flat, codes = np.array(numbers).reshape(-1), view(found).reshape(-1)
+    book, count = codebook(depth, bits), -(-depth // TOGETHER)
+    numbers = np.array(directions).reshape(-1, depth)
+    words = view(found).reshape(-1, width)
+    rows = max(1, BLOCK // depth)
+    codes = np.zeros((min(rows, len(numbers)), count * TOGETHER), np.uint8)
     with np.errstate(invalid="ignore"):
-        for begin in range(0, flat.size, BLOCK):
-            end = begin + BLOCK
-            _write_codes(flat[begin:end], book, codes[begin:end])
+        for begin in range(0, len(numbers), rows):
+            block = numbers[begin : begin + rows]
+            _write_codes(block, book, codes[: len(block), :depth])
+            _write_words(codes[: len(block)], bits, words[begin : begin + rows])
     return found
 
 
 def _write_codes(numbers: np.ndarray, book: Codebook, codes: np.ndarray) -> None:
     half = np.float32(BUCKETS // 2)
     at = (numbers * half + half).astype(np.int32)
-    np.take(book.first, at, mode="clip", out=codes)
+    found = np.take(book.first, at, mode="clip")
     for _ in range(book.most_bounds):
-        codes += numbers > np.take(book.bounds, codes, mode="clip")
+        found += numbers > np.take(book.bounds, found, mode="clip")
+    codes[:] = found
+
+
+def _write_words(codes: np.ndarray, bits: int, words: np.ndarray) -> None:
+    """Pack rows of codes (R, N) as words (R, W): three times, half of each lane moves down behind the other half."""
+    lanes = codes.view(np.uint64)
+    for lower, shift in _folds(bits):
+        lanes = (lanes & lower) | ((lanes & ~lower) >> shift)
+    whole = lanes.view(np.uint8).reshape(*lanes.shape, TOGETHER)[..., :bits]
+    room = words.view(np.uint8)
+    own = whole.reshape(len(words), -1)[:, : room.shape[1]]
+    room[:, : own.shape[1]] = own
+
+
+def _folds(bits: int) -> list[tuple[np.uint64, np.uint64]]:
+    """Return masks of the lower halves of lanes, and how far the upper halves move."""
+    return [
+        (np.uint64(0x00FF00FF00FF00FF), np.uint64(8 - bits)),
+        (np.uint64(0x0000FFFF0000FFFF), np.uint64(16 - 2 * bits)),
+        (np.uint64(0x00000000FFFFFFFF), np.uint64(32 - 4 * bits)),
+    ]

@@ -6,16 +6,17 @@ Attention reads what is stored, so chunks change no answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
 
 from vlm_batch.arrays import round_up
+from vlm_batch.caches.coded import CodedCache
 from vlm_batch.caches.full import FullState
 from vlm_batch.caches.layers import CacheKind, kind_of
 from vlm_batch.caches.quantized import QuantizedCache
@@ -29,7 +30,6 @@ UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
 UNIFORM_GROUPS = (32, 64, 128)
 #: TurboQuant's bits (arXiv:2504.19874), in halves; a half gives keys the bits below and values those above.
 TURBO_BITS = (2, 8)
-SCHEMES = ("uniform", "turboquant")
 #: A ``start`` that no row reaches.
 NEVER = 2**53
 #: The most that padding to whole groups may lengthen a head.
@@ -67,31 +67,11 @@ class KVQuantisation:
         for name, least in (("group_size", 1), ("start", 0)):
             value = whole_option(name, vars(self)[name], least=least)
             object.__setattr__(self, name, value)
-        if self.scheme == "turboquant":
-            self._check_turboquant()
-        else:
-            self._check_uniform()
+        self._coding.check(self)
 
-    def _check_turboquant(self) -> None:
-        low, high = TURBO_BITS
-        halves = self.bits * 2
-        if not low <= self.bits <= high or halves != int(halves):
-            raise ValueError(
-                f"kv_bits is {shown(self.bits)}; turboquant takes {low} to {high} bits, in steps of a half"
-            )
-
-    def _check_uniform(self) -> None:
-        if self.bits not in UNIFORM_BITS:
-            advice = ""
-            if self.bits != int(self.bits):
-                advice = "; 3.5 and other halves need scheme='turboquant'"
-            raise ValueError(
-                f"kv_bits is {shown(self.bits)}; uniform quantisation takes {UNIFORM_BITS}{advice}"
-            )
-        if self.group_size not in UNIFORM_GROUPS:
-            raise ValueError(
-                f"group_size is {shown(self.group_size)}; it must be one of {UNIFORM_GROUPS}"
-            )
+    @property
+    def _coding(self) -> Scheme:
+        return SCHEMES[self.scheme]
 
     def caches(self, fresh: Sequence[Any]) -> list[Any]:
         """Replace the full-attention caches of a row that are to be quantised."""
@@ -115,8 +95,13 @@ class KVQuantisation:
             index for index, cache in enumerate(fresh) if kind_of(cache).full_parts()
         ]
         last = len(fresh) - 1
-        is_left = self.scheme == "turboquant" and last > 1 and len(found) > 1
+        is_left = self.leaves_last and last > 1 and len(found) > 1
         return [index for index in found if index != last or not is_left]
+
+    @property
+    def leaves_last(self) -> bool:
+        """Whether the last of several layers stays exact."""
+        return self._coding.leaves_last
 
     def _instead(self, exact: KVCache) -> Any:
         return LateCache(self) if self.start else self.empty()
@@ -127,7 +112,7 @@ class KVQuantisation:
 
     def check_shapes(self, fresh: Sequence[Any]) -> None:
         """Raise ValueError if used caches' heads would be padded too much."""
-        if self.scheme != "uniform":
+        if not self._coding.fills_groups:
             return
         kinds = map(kind_of, fresh)
         for part in chain.from_iterable(kind.full_parts() for kind in kinds):
@@ -144,10 +129,59 @@ class KVQuantisation:
                 "scheme='turboquant'"
             )
 
-    def empty(self) -> QuantizedCache | TurboCache:
-        if self.scheme == "turboquant":
-            return TurboCache(bits=self.bits)
-        return QuantizedCache(self.group_size, int(self.bits))
+    def empty(self) -> CodedCache:
+        """Return a layer's cache without tokens."""
+        return self._coding.empty(self)
+
+
+class Scheme(NamedTuple):
+    """A way to code keys and values."""
+
+    #: Raises ValueError if it does not support the settings.
+    check: Callable[[KVQuantisation], None]
+    #: Returns a layer's cache without tokens.
+    empty: Callable[[KVQuantisation], CodedCache]
+    fills_groups: bool  # whether heads are filled to groups
+    leaves_last: bool  # whether the last of several layers stays exact
+
+
+def _check_uniform(kv: KVQuantisation) -> None:
+    if kv.bits not in UNIFORM_BITS:
+        advice = ""
+        if kv.bits != int(kv.bits):
+            advice = "; 3.5 and other halves need scheme='turboquant'"
+        raise ValueError(
+            f"kv_bits is {shown(kv.bits)}; uniform quantisation takes {UNIFORM_BITS}{advice}"
+        )
+    if kv.group_size not in UNIFORM_GROUPS:
+        raise ValueError(
+            f"group_size is {shown(kv.group_size)}; it must be one of {UNIFORM_GROUPS}"
+        )
+
+
+def _uniform(kv: KVQuantisation) -> CodedCache:
+    return QuantizedCache(kv.group_size, int(kv.bits))
+
+
+def _check_turboquant(kv: KVQuantisation) -> None:
+    low, high = TURBO_BITS
+    halves = kv.bits * 2
+    if not low <= kv.bits <= high or halves != int(halves):
+        raise ValueError(
+            f"kv_bits is {shown(kv.bits)}; turboquant takes {low} to {high} bits, in steps of a half"
+        )
+
+
+def _turboquant(kv: KVQuantisation) -> CodedCache:
+    return TurboCache(kv.bits)
+
+
+SCHEMES = {
+    "uniform": Scheme(_check_uniform, _uniform, fills_groups=True, leaves_last=False),
+    "turboquant": Scheme(
+        _check_turboquant, _turboquant, fills_groups=False, leaves_last=True
+    ),
+}
 
 
 class LateCache(CacheKind):

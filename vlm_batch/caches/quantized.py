@@ -36,6 +36,14 @@ class PackedLayout(NamedTuple):
         """Quantise keys, and values by another layout."""
         return self.code(keys), other.code(values)
 
+    def is_stackable(self, other: PackedLayout) -> bool:
+        return self == other
+
+    def code_stacked(
+        self, other: PackedLayout, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, ...]:
+        return self.code(mx.concatenate([keys, values], axis=1)).parts
+
     def states(self, parts: Sequence[mx.array]) -> QuantizedStates:
         packed, scales, biases = parts
         return QuantizedStates(packed, scales, biases, self)

@@ -47,60 +47,86 @@ class TurboLayout(NamedTuple):
     def book(self) -> codebooks.Codebook:
         return codebooks.codebook(self.depth, self.bits)
 
-    def rotated(self, vectors: mx.array) -> mx.array:
-        """Rotate (..., D), in float32."""
-        turn = codebooks.rotation(self.depth, self.seed)
-        vectors = vectors.astype(mx.float32)
-        if turn.ndim == 1:
-            return mx.hadamard_transform(vectors * turn)
-        return vectors @ turn.T
+    @property
+    def turn(self) -> mx.array:
+        """Signs (D,) before a Hadamard transform, or a rotation (D, D)."""
+        return codebooks.rotation(self.depth, self.seed)
+
+    def rotated(self, vectors: mx.array, scale: float = 1.0) -> mx.array:
+        """Rotate (..., D) times ``scale``, in float32."""
+        if self.turn.ndim == 1:
+            signs = codebooks.scaled_signs(self.depth, self.seed, scale)
+            return _turned(vectors, signs)
+        return _turned(vectors.astype(mx.float32) * scale, self.turn)
 
     def restored(self, rotated: mx.array) -> mx.array:
         """Undo ``rotated``."""
-        turn = codebooks.rotation(self.depth, self.seed)
-        if turn.ndim == 1:
-            return mx.hadamard_transform(rotated) * turn
-        return rotated @ turn
+        if self.turn.ndim == 1:
+            return mx.hadamard_transform(rotated) * self.turn
+        return rotated @ self.turn
 
     def code(self, vectors: mx.array) -> TurboStates:
         """Code (B, H, L, D)."""
         norms, units = _apart(vectors)
-        return TurboStates(norms, self._packed(self.rotated(units)), self)
+        return TurboStates(norms, self._packed(_turned(units, self.turn)), self)
 
     def code_with(
         self, other: TurboLayout, keys: mx.array, values: mx.array
     ) -> tuple[TurboStates, TurboStates]:
-        """Code keys, and values by another layout; a step's together, which takes half as many operations."""
-        signs = [codebooks.rotation(*one[1:]) for one in (self, other)]
-        if keys.shape[2] > 1 or self.depth != other.depth or signs[0].ndim > 1:
-            return self.code(keys), other.code(values)
+        """Code keys, and values by another layout: together where both have one width, in half as many operations."""
         heads = keys.shape[1]
-        norms, units = _apart(mx.concatenate([keys, values], axis=1))
-        turned = [units[:, :heads] * signs[0], units[:, heads:] * signs[1]]
-        directions = mx.hadamard_transform(mx.concatenate(turned, axis=1))
-        if self.bits == other.bits:
-            packed = self._packed(directions)
-            codes = [packed[:, :heads], packed[:, heads:]]
-        else:
-            codes = [
-                self._packed(directions[:, :heads]),
-                other._packed(directions[:, heads:]),
-            ]
+        if self.depth != other.depth or self.turn.ndim > 1:
+            return self.code(keys), other.code(values)
+        if self.is_stackable(other):
+            both = self.code_stacked(other, keys, values)
+            halves = (slice(heads), slice(heads, None))
+            own, others = ([part[:, at] for part in both] for at in halves)
+            return self.states(own), other.states(others)
+        norms, directions = self._directions(other, keys, values)
         return (
-            TurboStates(norms[:, :heads], codes[0], self),
-            TurboStates(norms[:, heads:], codes[1], other),
+            TurboStates(norms[:, :heads], self._packed(directions[:, :heads]), self),
+            TurboStates(norms[:, heads:], other._packed(directions[:, heads:]), other),
         )
+
+    def is_stackable(self, other: TurboLayout) -> bool:
+        """Whether codes of both look alike: their rotations alone differ."""
+        return self.coding == other.coding and self.turn.ndim == 1
+
+    def code_stacked(
+        self, other: TurboLayout, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, ...]:
+        """Return the parts of keys, and behind them of values, as heads."""
+        norms, directions = self._directions(other, keys, values)
+        return (norms, self._packed(directions))
+
+    def _directions(
+        self, other: TurboLayout, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return norms (B, 2 H, L, 1), and rotated directions of keys and of values behind them."""
+        seeds, heads = (self.seed, other.seed), (keys.shape[1], values.shape[1])
+        signs = codebooks.both_signs(self.depth, seeds, heads)
+        norms, units = _apart(mx.concatenate([keys, values], axis=1))
+        return norms, _turned(units, signs)
 
     def _packed(self, directions: mx.array) -> mx.array:
         """Return the codes (..., W) of rotated directions (..., D)."""
-        codes = lookups.codes_of(directions, self.book)
-        if codes is None:
-            codes = codebooks.codes_of(directions, self.book)
+        if lookups.is_numpys():
+            found = lookups.packed(directions, *self.coding, self.width)
+            if found is not None:
+                return found
+        codes = codebooks.codes_of(directions, self.book)
         return codebooks.pack(codes, self.bits, self.width)
 
     def states(self, parts: Sequence[mx.array]) -> TurboStates:
         norms, codes = parts
         return TurboStates(norms, codes, self)
+
+
+def _turned(vectors: mx.array, turn: mx.array) -> mx.array:
+    """Rotate (..., D) in float32 by a rotation (D, D), or signs (D,) or (H, 1, D)."""
+    if turn.ndim == 2:
+        return vectors.astype(mx.float32) @ turn.T
+    return mx.hadamard_transform(vectors * turn)
 
 
 def _apart(vectors: mx.array) -> tuple[mx.array, mx.array]:
@@ -140,12 +166,9 @@ class TurboStates(NamedTuple):
         """Return one row's, as (1, H, L, D)."""
         return self.map(lambda part: part[row : row + 1])
 
-    def directions(self) -> mx.array:
-        """Return the rotated directions (B, H, L, D) in float32."""
-        layout = self.layout
-        codes = codebooks.unpack(self.codes, layout.bits, layout.depth)
-        numbers, _, _ = layout.book.arrays
-        return mx.take(numbers, codes)
+    def directions(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """Return the rotated directions (B, H, L, D)."""
+        return codebooks.directions_of(self.codes, *self.layout.coding, dtype)
 
     def rotated(self) -> mx.array:
         """Return the rotated vectors in float32."""
@@ -255,9 +278,12 @@ class TurboSlabCache(CodedSlabCache):
 
     @property
     def state(self) -> Any:
-        of_keys, of_values = self._layouts
-        keys = of_keys.states(self.keys)
-        values = of_values.states(self.values)
+        keys, values = (
+            layout.states([slab[:, heads] for slab in slabs])
+            for layout, (slabs, heads) in zip(
+                self._layouts, self._halves(), strict=True
+            )
+        )
         if self.few_bits == KERNEL:
             return keys._replace(by_kernel=True), values
         if self.few_bits == UNPACKED:

@@ -13,16 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda.launches import (
-    Kernel,
-    Launch,
-    Run,
-    is_right,
-    kernel,
-    merging,
-    on_device,
-)
+from vlm_batch.adapters.cuda import spans
+from vlm_batch.adapters.cuda.launches import Kernel, Launch, Run, is_right, on_device
 from vlm_batch.adapters.cuda.one_query import error_of
+from vlm_batch.adapters.cuda.spans import TYPES, MaskForm
 from vlm_batch.arrays import round_up
 from vlm_batch.caches.quantized import (
     PackedLayout,
@@ -32,24 +26,12 @@ from vlm_batch.caches.quantized import (
 )
 from vlm_batch.runtime.device import Device, device
 
-#: Equal to the constants of ``few_bits.cu``.
-THREADS = SPAN = 128
-#: Query heads per block.
-MOST_HEADS = 8
-#: The widest head, padded to whole groups, that fits a block.
-WIDEST = 256
-TYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: The largest allowed error against exact attention, in the values' unit.
 TOLERANCE = 0.02
 
 
 #: The arrays of quantised keys or values.
 _PARTS = ("packed", "scales", "biases")
-_SPAN_INPUTS = (
-    "queries",
-    *(f"{what}_{part}" for what in ("keys", "values") for part in _PARTS),
-    "mask",
-)
 
 
 def _views(what: str, first: str) -> str:
@@ -62,16 +44,8 @@ def _views(what: str, first: str) -> str:
 
 @lru_cache(maxsize=8)
 def span_kernel(scale: float) -> Kernel:
-    body = f"""
-  {_views("keys", "FIRST_K")}
-  {_views("values", "FIRST_V")}
-  few_bits::attend_span<T, decltype(keys), decltype(values), M, DEPTH_K, DEPTH_V, SHARE, HEADS, IS_MASKED>(
-      queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
-      mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], keys_packed_shape[2], {scale!r}f, sums, stats);
-"""
-    return kernel(
-        "few_bits", "spans", _SPAN_INPUTS, ("sums", "stats"), body, uses=("masks",)
-    )
+    views = _views("keys", "FIRST_K") + _views("values", "FIRST_V")
+    return spans.span_kernel("spans", _PARTS, views, scale)
 
 
 class FewBitsBuild(NamedTuple):
@@ -85,46 +59,28 @@ class FewBitsBuild(NamedTuple):
     values: tuple[PackedLayout, int, int]
     dtype: mx.Dtype
     scales: mx.Dtype
-    mask: mx.Dtype | None
-    is_by_row: bool  # whether each row has its own mask
+    mask: MaskForm
 
 
 @lru_cache(maxsize=256)
 def launches_of(build: FewBitsBuild, rows: int, columns: int) -> tuple[Launch, Launch]:
     (layout, first_k, kv_heads), (layout_v, first_v, _) = build.keys, build.values
-    share = build.heads // kv_heads
-    tiles, spans, wide = -(-share // MOST_HEADS), -(-columns // SPAN), layout_v.depth
-    template = {
-        **{
-            "T": build.dtype,
-            "S": build.scales,
-            "M": build.dtype if build.mask is None else build.mask,
-        },
-        **{
-            "BITS": layout.bits,
-            "GROUP": layout.group_size,
-            "DEPTH_K": build.depth,
-            "DEPTH_V": wide,
-        },
-        **{
-            "SHARE": share,
-            "HEADS": -(-share // tiles),
-            "FIRST_K": first_k,
-            "FIRST_V": first_v,
-        },
-        **{"IS_MASKED": build.mask is not None, "BY_ROW": build.is_by_row},
+    facts = {
+        "S": build.scales,
+        "BITS": layout.bits,
+        "GROUP": layout.group_size,
+        "FIRST_K": first_k,
+        "FIRST_V": first_v,
     }
-    shapes = ((rows, build.heads, spans, wide), (rows, build.heads, spans, 2))
-    grid = (THREADS * spans, kv_heads * tiles, rows)
-    first = Launch(
+    return spans.launches(
         span_kernel(build.scale),
-        tuple(template.items()),
-        grid,
-        (THREADS, 1, 1),
-        shapes,
-        (mx.float32, mx.float32),
+        facts,
+        (build.heads, kv_heads),
+        (build.depth, layout_v.depth),
+        build.dtype,
+        build.mask,
+        (rows, columns),
     )
-    return first, merging(build.dtype, rows, build.heads, wide)
 
 
 def attend_where_right(
@@ -133,7 +89,7 @@ def attend_where_right(
     """Run ``attend`` if the kernels support these arrays accurately here, else return None."""
     if device() is not Device.CUDA or queries.shape[2] != 1:
         return None
-    if not fits_mask(mask, queries.shape[0], keys.columns):
+    if not spans.fits_mask(mask, queries.shape[0], keys.columns):
         return None
     if keys.scales.dtype != values.scales.dtype:
         return None
@@ -171,24 +127,14 @@ def _attend(
     run: Run,
 ) -> mx.array:
     first, last = launches_of(build, queries.shape[0], keys.columns)
-    sums, stats = run(
-        first,
-        [
-            queries,
-            *keys.parts,
-            *values.parts,
-            queries if build.mask is None else mask,
-        ],
-    )
+    shown = queries if build.mask.dtype is None else mask
+    sums, stats = run(first, [queries, *keys.parts, *values.parts, shown])
     return run(last, [sums, stats])[0]
 
 
 def build_of(
     queries: mx.array, keys: SlabStates, values: SlabStates, scale: float, mask: Any
 ) -> FewBitsBuild:
-    masked, is_by_row = (
-        (mask.dtype, mask.shape[0] > 1) if isinstance(mask, mx.array) else (None, False)
-    )
     _, heads, _, depth = queries.shape
     one, other = (
         (states.layout, states.first, states.heads) for states in (keys, values)
@@ -201,18 +147,8 @@ def build_of(
         other,
         queries.dtype,
         keys.scales.dtype,
-        masked,
-        is_by_row,
+        MaskForm.of(mask),
     )
-
-
-def fits_mask(mask: Any, rows: int, columns: int) -> bool:
-    """Whether a mask is none, or (B or 1, 1, 1, C)."""
-    if not isinstance(mask, mx.array):
-        return True
-    if mask.ndim != 4 or mask.shape[0] not in (1, rows):
-        return False
-    return tuple(mask.shape[1:]) == (1, 1, columns)
 
 
 @lru_cache(maxsize=64)
@@ -221,11 +157,11 @@ def is_served(build: FewBitsBuild) -> bool:
     (layout, _, kv_heads), (layout_v, _, kv_heads_v) = build.keys, build.values
     wide = round_up(layout.depth, layout.group_size)
     wide_v = round_up(layout_v.depth, layout_v.group_size)
-    types = {build.dtype, build.scales} | ({build.mask} - {None, mx.bool_})
+    types = {build.dtype, build.scales} | ({build.mask.dtype} - {None, mx.bool_})
     needs = (
         layout[:2] == layout_v[:2],
         build.depth == layout.depth,
-        max(wide, wide_v) <= WIDEST,
+        max(wide, wide_v) <= spans.WIDEST,
         kv_heads == kv_heads_v,
         build.heads % kv_heads == 0,
         types <= set(TYPES),
@@ -252,13 +188,9 @@ def farthest(
     """Return the largest error against exact attention over random rows with NaN behind them."""
     queries, keys, values, mask = example(build, lengths, columns, seed)
     found = attend(queries, keys, values, build.scale, mask, run)
-    if build.mask is None:
-        lengths = [columns] * len(lengths)
-    elif not build.is_by_row:
-        lengths = [lengths[0]] * len(lengths)
-    return error_of(
-        found, queries, _in_full(keys), _in_full(values), build.scale, lengths
-    )
+    seen = build.mask.seen(lengths, columns)
+    wide = _in_full(keys), _in_full(values)
+    return error_of(found, queries, *wide, build.scale, seen)
 
 
 def example(
@@ -266,11 +198,7 @@ def example(
 ) -> tuple[mx.array, SlabStates, SlabStates, mx.array | None]:
     random = np.random.RandomState(seed)
     rows = len(lengths)
-    ends = np.array(lengths if build.is_by_row else [lengths[0]] * rows)
-    # (B, C)
-    behind = mx.array(
-        np.arange(columns)[None] >= (columns if build.mask is None else ends[:, None])
-    )
+    behind = spans.behind_rows(build.mask.seen(lengths, columns), columns)
 
     def slab(which: tuple[PackedLayout, int, int], heads: int) -> tuple[mx.array, ...]:
         layout = which[0]
@@ -299,18 +227,7 @@ def example(
         random.standard_normal((rows, build.heads, 1, build.depth)).astype(np.float32)
         * 2
     )
-    mask = None
-    if build.mask is not None:
-        hidden = behind[: rows if build.is_by_row else 1, None, None]
-        mask = (
-            ~hidden
-            if build.mask == mx.bool_
-            else mx.where(
-                hidden,
-                mx.array(mx.finfo(build.mask).min, build.mask),
-                mx.array(0, build.mask),
-            )
-        )
+    mask = build.mask.example(behind)
     return queries.astype(build.dtype), keys, values, mask
 
 
