@@ -109,9 +109,8 @@ def _shorten(body: Any) -> None:
             body["prompt"] = _with_tokens(body["prompt"])
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         value = body.get(name) if isinstance(body, dict) else None
-        # a whole number to the description, which calls 7.0 an integer
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and value > 4:
+        # the description calls 7.0 an integer
+        if isinstance(value, (int, float)) and value > 4:
             body[name] = 4
 
 
