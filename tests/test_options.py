@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,12 @@ from vlm_batch import (
 from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint, sample_images
 from vlm_batch.caches import Placement
+from vlm_batch.engine import options as options_of_engine
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
+from vlm_batch.engine.paths import paths_of
 from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.inputs.processing import Processing
@@ -42,6 +46,7 @@ from vlm_batch.types import Event, Option
 CIRCLE, PROMPT = str(sample_images()[3]), "describe the image"
 RECORDED = [name for name in KINDS if name not in NO_REFERENCE]
 OPTIONS = ("a red circle", "a blue square", "a", " red", "two")
+PLAIN = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +69,7 @@ def scored(
     engine = BatchGenerator(
         shared_adapter(name), policy=settings_for(placement, max_rows=most)
     )
-    plain = SamplingParams(max_tokens=12, ignore_eos=True)
-    engine.insert("plain", as_mlx(inputs_of(name, "image:2:1")), plain)
+    engine.insert("plain", as_mlx(inputs_of(name, "image:2:1")), PLAIN)
     several: dict[str, Scoring] = {}
     for key, (inputs, options) in asked.items():
         params = params_to_score(Request(token_ids=[1], options=options))
@@ -75,23 +79,41 @@ def scored(
         several |= dict.fromkeys(scoring.row_ids, scoring)
         engine.rows.add(row)
     found: dict[str, Result] = {}
-    while engine.has_work:
-        for event in engine.step():
-            told: Event | None = event
-            if event.request_id in several:
-                told = several[event.request_id].take(event)
-            if told is not None and told.result is not None:
-                found[told.request_id] = told.result
-    assert len(found["plain"].token_ids) == 12
+    for event in drained(engine):
+        told: Event | None = event
+        if event.request_id in several:
+            told = several[event.request_id].take(event)
+        if told is not None and told.result is not None:
+            found[told.request_id] = told.result
+    assert found["plain"].token_ids == plain_alone(name, placement)
     return found
+
+
+@cache
+def plain_alone(name: str, placement: Placement) -> tuple[int, ...]:
+    """What the row that answers says where nobody is scored."""
+    engine = BatchGenerator(shared_adapter(name), policy=settings_for(placement))
+    engine.insert("plain", as_mlx(inputs_of(name, "image:2:1")), PLAIN)
+    results = [event.result for event in drained(engine)]
+    return next(filter(None, results)).token_ids
+
+
+def drained(engine: BatchGenerator) -> Iterator[Event]:
+    while engine.has_work:
+        yield from engine.step()
 
 
 @pytest.mark.parametrize(
     "placement", list(Placement), ids=lambda placement: placement.name.lower()
 )
+@pytest.mark.parametrize("room", [POSITIONS_TOGETHER, 9])
 @pytest.mark.parametrize("name", RECORDED)
-def test_they_are_what_transformers_recorded(name: str, placement: Placement) -> None:
-    """Its own answer as an option, that answer's beginning, and tokens that it would not choose."""
+def test_they_are_what_transformers_recorded(
+    name: str, room: int, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own answer as an option, that answer's beginning, and tokens that it would not choose. With room for nine
+    positions a path takes several forwards."""
+    monkeypatch.setattr(options_of_engine, "POSITIONS_TOGETHER", room)
     tiny = tiny_family(name)
     asked: dict[str, tuple[Inputs, list[tuple[int, ...]]]] = {}
     truth: dict[str, tuple[list[int], np.ndarray]] = {}
@@ -147,11 +169,36 @@ def test_options_of_one_token_make_a_slab_no_larger(
         resize(self, places)
 
     monkeypatch.setattr(DecodeBatch, "_resize", noted)
-    options = [(5, 9), *((token,) for token in range(20, 28))]
+    options = [(5, 9), *((token,) for token in range(20, 28)), (5, 10)]
     asked = {f"{at}": (inputs_of("qwen2_vl", f"text:{at}:9"), options) for at in (1, 2)}
     found = scored("qwen2_vl", asked, Placement.SLAB, most=16)
     assert all(score.error is None for key in asked for score in found[key].options)
     assert max(wanted) == 3
+
+
+def test_options_share_paths() -> None:
+    """Each option lies on one path, but for its last token, and no path is a part of another."""
+    random = np.random.default_rng(7)
+    for _ in range(300):
+        options: dict[int, tuple[int, ...]] = {}
+        for place in range(random.integers(1, 9)):
+            length = random.integers(1, 5)
+            options[place] = tuple(random.integers(0, 3, length).tolist())
+        paths = paths_of(options)
+        found: dict[int, tuple[int, ...]] = {}
+        for path in paths:
+            for place, option in path.options.items():
+                assert place not in found
+                assert option[:-1] == path.tokens[: len(option) - 1]
+                steps = range(len(option))
+                assert all(option[at] in path.asked(at) for at in steps)
+            found |= path.options
+        assert found == options
+        begun = {
+            path.tokens[:length] for path in paths for length in range(len(path.tokens))
+        }
+        assert begun.isdisjoint({path.tokens for path in paths})
+        assert len({path.tokens for path in paths}) == len(paths)
 
 
 # Through the public class
@@ -215,6 +262,13 @@ def test_the_prompt_is_computed_once(
     batcher.score({"prompt": "count to 6", "images": CIRCLE}, ["a", "1", "c", "2"])
     # an option of one token needs no forward of its own
     assert calls == ["encode", "prefill"]
+    # neither does one that differs from another in its last token, or begins it; and a forward takes a path as a whole
+    calls.clear()
+    ids = batcher.processing.ids_of("a red circle")
+    assert len(ids) > 2
+    asked = {"prompt": "count to 7", "images": CIRCLE}
+    batcher.score(asked, ["a", "a red", "a red circle", "a red square"])
+    assert calls == ["encode", "prefill", "decode"]
 
 
 def test_a_bad_option_fails_alone(batcher: VLMBatcher) -> None:
@@ -347,6 +401,9 @@ def test_reproducible_ones_are_the_same_bits() -> None:
         assert bits(together[1].options) == bits(alone)
         for option, score in zip(OPTIONS, alone, strict=True):
             assert bits(batcher.score(request, [option])) == bits([score])
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(options_of_engine, "POSITIONS_TOGETHER", 1)
+            assert bits(batcher.score(request, OPTIONS)) == bits(alone)
         answer = batcher.submit(CIRCLE, PROMPT, params={"logprobs": 0}).result(60)
         said = batcher.score(request, [answer.token_ids])[0]
         assert said.is_greedy

@@ -82,6 +82,13 @@ def _captions(shape: Shape, draw: int) -> Workload:
     )
 
 
+def question(shape: Shape, random: np.random.RandomState) -> dict[str, np.ndarray]:
+    """A picture between 24 words, all drawn anew."""
+    side = shape.scale.image_patches[-2]
+    text = _words(random, shape, 24)
+    return _prompt(random, shape, text[:8], (side, side), text[8:])
+
+
 def _documents(shape: Shape, draw: int) -> Workload:
     scale, random = shape.scale, _random(shape, 2, draw)
     sides = scale.image_patches

@@ -183,7 +183,7 @@ class DecodeBatch(NoBatch):
         return [layer.drafted(counts) for layer in self.layers]
 
     def was_drafted(self, counts: Sequence[int]) -> None:
-        """Record a drafted forward. Other rows keep one position."""
+        """Record a drafted forward. Rows without drafts keep what they have said."""
         self.num_positions = sum(counts)
         for place, (row, count) in enumerate(zip(self.places, counts, strict=True)):
             if row is None:
@@ -191,7 +191,7 @@ class DecodeBatch(NoBatch):
             if row.answer.drafter.ahead:
                 self._drafted[row] = count
             else:
-                self._keep(place, 1, count)
+                self._keep(place, 1 + len(row.answer.ahead), count)
 
     def keep(self, row: Row, kept: int) -> None:
         if row in self._drafted:

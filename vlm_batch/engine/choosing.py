@@ -11,7 +11,7 @@ import numpy as np
 
 from vlm_batch.arrays import stack_logits
 from vlm_batch.engine.constraints import apply_masks
-from vlm_batch.engine.options import said_by_options
+from vlm_batch.engine.options import said_on_paths
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.sampling import (
     Sampled,
@@ -121,7 +121,7 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
             continue  # it began again
         if row.answer.known_token is not None:
             told.append(index)
-        elif row.answer.option is not None:
+        elif row.answer.path is not None:
             said.append(index)
         else:
             new.append(index)
@@ -149,9 +149,9 @@ def _repeat(positions: Positions) -> Flight | Failed:
 
 
 def _score(positions: Positions) -> Flight | Failed:
-    """Launch the tokens that options say, with their log-probabilities."""
+    """Launch the tokens of paths, with the log-probabilities of options."""
     rows = positions.rows
-    sampled = said_by_options(rows, positions.logits)
+    sampled = said_on_paths(rows, positions.logits)
     return attempt(rows, _launch, rows, sampled, is_shared=True)
 
 

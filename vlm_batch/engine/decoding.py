@@ -78,13 +78,13 @@ class Decoder:
         """Return logits (R, V) of ``rows`` from a forward over all places. K drafted tokens add K rows."""
         lengths: dict[Row, int] = {}
         for row in rows:
-            if row.answer.drafter.ahead:
-                lengths[row] = len(row.answer.drafter.ahead)
+            if row.answer.ahead:
+                lengths[row] = len(row.answer.ahead)
         counts = batch.counts(lengths) if lengths else None
         if counts is not None:
             return self._drafted(batch, rows, counts)
         for row in lengths:
-            row.answer.drafter.drop()
+            row.answer.drop_ahead()
         return self._one_each(batch, rows)
 
     def _one_each(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
@@ -122,6 +122,7 @@ class Decoder:
         positions: list[int] = []
         extras: list[Mapping[str, Any]] = []
         begins: dict[Row | None, int] = {}
+        unread: list[Row] = []
         for row, count in zip(batch.places, counts, strict=True):
             begins[row] = len(tokens)
             if row is None:
@@ -129,16 +130,21 @@ class Decoder:
                 positions += [0] * count
                 extras += [{}] * count
                 continue
-            last = row.answer.said[row.answer.num_sampled - 1]
-            said = [last, *row.answer.drafter.ahead]
+            last = row.answer.last_token
+            if last is None:
+                unread.append(row)
+            said = [last or 0, *row.answer.ahead]
             padding = [0] * (count - len(said))
             tokens += said + padding
             positions += range(row.position, row.position + count)
             extras += [row.facts.extras] * count
         layers = batch.with_drafts(counts)
+        ids = mx.array(tokens, dtype=mx.int32)
+        if unread:
+            ids[mx.array([begins[row] for row in unread])] = last_tokens(unread)
         logits, *hidden = self._plain(
             DecodeStep(
-                mx.array(tokens, dtype=mx.int32)[:, None],
+                ids[:, None],
                 mx.array(positions, dtype=mx.int32),
                 layers,
                 extras,
@@ -150,7 +156,7 @@ class Decoder:
         wanted: list[int] = []
         for row in rows:
             first = begins[row]
-            wanted += range(first, first + 1 + len(row.answer.drafter.ahead))
+            wanted += range(first, first + 1 + len(row.answer.ahead))
         if wanted == list(range(logits.shape[0])):
             return logits
         return logits[mx.array(wanted)]

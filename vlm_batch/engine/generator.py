@@ -224,7 +224,7 @@ class BatchGenerator:
             before = self._draft(before)
             decoded = self._decode()
         free, held = decoded
-        num_decoding = sum(len(part.rows) for part in [*free, *held])
+        num_decoding = 0 if plan.is_still else len(self.rows.batch)
         self._choose(free)
         self.telling.read(before)
         self._choose(self.telling.in_time(held))

@@ -49,6 +49,43 @@ class Logprobs:
         return found
 
 
+@dataclass(frozen=True)
+class AskedLogprobs:
+    """Log-probabilities of some tokens at each of R positions. Lazy."""
+
+    asked: Sequence[Sequence[int]]
+    highest: mx.array  # (R,) logits
+    total: mx.array  # (R,) logarithms of the sums
+    chosen: mx.array  # (N,) log-probabilities of all that are asked for
+
+    @classmethod
+    def of(cls, logits: mx.array, asked: Sequence[Sequence[int]]) -> AskedLogprobs:
+        logits = logits.astype(mx.float32)
+        total = exponentials.log_of_sum(logits)
+        positions: list[int] = []
+        tokens: list[int] = []
+        for position, those in enumerate(asked):
+            positions += [position] * len(those)
+            tokens += those
+        at = mx.array(positions)
+        chosen = logits[at, mx.array(tokens)] - total[at, 0]
+        return cls(asked, mx.max(logits, axis=-1), total[:, 0], chosen)
+
+    def arrays(self) -> list[mx.array]:
+        return [self.highest, self.total, self.chosen]
+
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
+        """Wait for the values: at each position the largest, and in ``top`` those of the tokens that were asked for."""
+        chosen: Any = self.chosen.tolist()
+        most: Any = (self.highest - self.total).tolist()
+        rest = iter(chosen)
+        found: list[TokenLogprobs] = []
+        for token, largest, those in zip(tokens, most, self.asked, strict=True):
+            top = tuple(zip(those, rest, strict=False))
+            found.append(TokenLogprobs(token, largest, top))
+        return found
+
+
 def likeliest(logprobs: mx.array, counts: Sequence[int]) -> tuple[mx.array, mx.array]:
     """Return ids and values of each row's ``counts[r]`` most likely tokens of (R, V), padded with -inf.
 

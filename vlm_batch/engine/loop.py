@@ -282,7 +282,7 @@ class EngineLoop:
 
     def _add(self, row: Row) -> None:
         try:
-            if row.siblings or row.answer.option is not None:
+            if row.siblings or row.asked is not None:
                 several = _several(row)
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
@@ -382,7 +382,7 @@ def _terms(request: Request) -> Terms:
 
 def _several(row: Row) -> Several:
     """Return what makes one request of a row and its siblings."""
-    if row.answer.option is not None:
+    if row.asked is not None:
         return Scoring(row)
     return Several(row.request_id, row.params.n)
 

@@ -1,27 +1,30 @@
 """Rows that say options of a prompt, and their request.
 
-Each option is a row: the first prefills the prompt, the others continue its state, as further answers do. A row's tokens
-are its option's, whatever the model would choose. An option of one token needs no forward and no place.
+The request's row prefills the prompt; the rows of further paths continue its state, as further answers do. What a row
+says is known before it is read, so a forward takes as many of its tokens as it has room for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.engine.logprobs import Logprobs
-from vlm_batch.engine.row import Row
+from vlm_batch.caches.drafted import most_positions
+from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, AskedLogprobs
+from vlm_batch.engine.paths import Asked, Path, paths_of
+from vlm_batch.engine.row import Row, fork, siblings_of
 from vlm_batch.engine.sampling import Sampled
 from vlm_batch.engine.several import Several
-from vlm_batch.errors import InvalidOption
+from vlm_batch.engine.text import AnswerText
+from vlm_batch.errors import InvalidOption, describe
 from vlm_batch.records import OptionTokens
 from vlm_batch.types import (
     Event,
     Option,
-    OptionScore,
     Request,
     Result,
     SamplingParams,
@@ -35,29 +38,70 @@ def params_to_score(request: Request) -> SamplingParams:
     """Return the parameters of a request's rows."""
     return replace(
         request.params,
-        n=len(request.options),
         # a bound, until the options are tokens
         max_tokens=BESIDE + max(map(_most_tokens, request.options)),
-        # beside the option's token, the most likely one
-        logprobs=1,
         ignore_eos=True,
     )
-
-
-def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
-    """Have a row and its siblings say an option each; none of them, if there are no options."""
-    if not options:
-        return
-    for one, option in zip((row, *row.siblings), options, strict=True):
-        one.answer.rules = replace(one.answer.rules, option=option)
 
 
 def _most_tokens(option: Option) -> int:
     return len(option.encode()) if isinstance(option, str) else len(option)
 
 
-def error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
-    """Return why a prefilled row cannot say its option among ``size`` tokens, if so."""
+def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
+    """Have a row score options, if there are any. Their tokens may follow once they are known."""
+    if not options:
+        return
+    if row.asked is None:
+        row.asked = Asked(options)
+    row.asked.options = options
+
+
+# Of a prefilled row -----------------------------------------------------------------------------------------------------
+
+
+def begin_options(row: Row, size: int) -> list[Row]:
+    """Give a prefilled row its path, and each further path a sibling. Returns the siblings.
+
+    Args:
+        size: tokens that the model says.
+
+    Raises:
+        InvalidOption: no option can be scored.
+    """
+    own = row.answer.path
+    if own is not None:  # it was computed again
+        row.answer.take_path(own)
+        return []
+    assert row.asked is not None
+    first, *others = _paths(row, row.asked, size)
+    row.siblings = siblings_of(row, len(others))
+    siblings = fork(row)
+    for one, path in zip((row, *siblings), (first, *others), strict=True):
+        one.asked = row.asked
+        one.answer.take_path(path)
+        row.asked.paths[one.request_id] = path
+    return siblings
+
+
+def _paths(row: Row, asked: Asked, size: int) -> list[Path]:
+    """Return the paths to options that can be scored. Raises InvalidOption if there is none."""
+    right: dict[int, tuple[int, ...]] = {}
+    errors: list[Exception] = []
+    for index, option in enumerate(asked.options):
+        error = _error_of(row, option, size)
+        if error is None:
+            right[index] = option.tokens
+        else:
+            errors.append(error)
+            asked.fail(index, describe(error))
+    if not right:
+        raise errors[0]
+    return paths_of(right)
+
+
+def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
+    """Return why a prefilled row cannot score an option, if so."""
     if option.error is not None:
         return option.error
     room = row.answer.max_tokens
@@ -74,70 +118,102 @@ def error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
     return None
 
 
-def said_by_options(rows: Sequence[Row], logits: mx.array) -> Sampled:
-    """Return the rows' next tokens, with their log-probabilities. Lazy.
+# In a step --------------------------------------------------------------------------------------------------------------
+
+
+def look_ahead(rows: Sequence[Row], layers: Sequence[Any]) -> None:
+    """Have rows with paths take several tokens in the next forward of ``rows``, as far as there is room."""
+    saying = [row.answer for row in rows if row.answer.path is not None]
+    if not saying:
+        return
+    room = min(POSITIONS_TOGETHER // len(rows), most_positions(layers))
+    for answer in saying:
+        assert answer.path is not None
+        answer.path.look_ahead(answer.num_sampled, max(0, room - 1))
+
+
+def said_on_paths(rows: Sequence[Row], logits: mx.array) -> Sampled:
+    """Return the rows' next tokens, with the log-probabilities that are asked for. Lazy.
 
     Args:
+        rows: one for each position; a row's positions follow each other.
         logits: (R, V).
     """
+    before: Counter[str] = Counter()
     said: list[int] = []
+    asked: list[list[int]] = []
     for row in rows:
-        option = row.answer.option
-        assert option is not None
-        said.append(option.tokens[row.answer.num_sampled])
+        path = row.answer.path
+        assert path is not None
+        at = row.answer.num_sampled + before[row.request_id]
+        before[row.request_id] += 1
+        said.append(path.next(at))
+        asked.append(path.asked(at))
+    told = AskedLogprobs.of(logits, asked)
     tokens = mx.array(said, dtype=mx.int32)
-    told = Logprobs.of(logits, tokens, [1] * len(rows))
-    return Sampled(tokens, mx.max(logits, axis=-1), told, range(len(rows)))
+    return Sampled(tokens, told.highest, told, range(len(rows)))
 
 
-#: How rows end; the first that any has is how their request does. A row that has said its option ends by its length.
+def score(row: Row, text: AnswerText) -> None:
+    """Score the options of a row whose path was read to its end."""
+    asked, path = row.asked, row.answer.path
+    assert asked is not None and path is not None
+    for index in path.options:
+        option = asked.options[index]
+        shown = option.given
+        if not isinstance(shown, str):
+            decode = text.decoder(row.params.skip_special_tokens)
+            shown = decode(option.tokens)
+        asked.score(index, row.answer.logprobs, len(shown.encode()))
+
+
+# The request ------------------------------------------------------------------------------------------------------------
+
+#: How rows end; the first that any has is how their request does. A row that has said its path ends by its length.
 _ENDS = ("cancelled", "length", "stop", "error")
 
 
 class Scoring(Several):
-    """A request with options: one result, once every option's row has ended."""
+    """A request with options: one result, once the row of every path has ended."""
 
     def __init__(self, row: Row) -> None:
-        self._options: list[Any] = []
-        for one in (row, *row.siblings):
-            assert one.answer.option is not None
-            self._options.append(one.answer.option.given)
-        super().__init__(row.request_id, len(self._options))
+        assert row.asked is not None
+        self._asked = row.asked
+        self._ends: dict[str, Result] = {}
+        # no more paths than options
+        super().__init__(row.request_id, len(row.asked.options))
 
     def take(self, event: Event) -> Event | None:
-        taken = super().take(event)
-        if taken is None or taken.result is None:
+        if event.result is None:
             return None
-        return Event(self.request_id, result=self._scored(taken.result))
+        self._ends[event.request_id] = event.result
+        # without paths, the prompt's row has ended before
+        for row_id in self._asked.paths:
+            if row_id not in self._ends:
+                return None
+        return Event(self.request_id, result=self._scored())
 
-    def _scored(self, whole: Result) -> Result:
-        """Return the request's result from that of several answers."""
-        ends = [replace(whole, others=()), *whole.others]
+    def _scored(self) -> Result:
+        """Return the request's result from those of its rows."""
+        ends = [self._ends[row_id] for row_id in self.row_ids if row_id in self._ends]
         first = min(ends, key=lambda end: _ENDS.index(end.finish_reason))
         usage = replace(first.usage, completion_tokens=0)
-        found = replace(first, text="", token_ids=(), logprobs=None, usage=usage)
+        found = replace(
+            first, request_id=self.request_id, text="", token_ids=(), usage=usage
+        )
         if found.finish_reason == "cancelled":
             return found
         if found.error is None:
             found = replace(found, finish_reason="stop")
-        return replace(found, options=tuple(map(_score, self._options, ends)))
+        self._fail_unscored(first)
+        scores = self._asked.scores
+        return replace(found, options=tuple(scores[at] for at in sorted(scores)))
 
-
-def _score(option: Any, end: Result) -> OptionScore:
-    if end.error is not None or end.logprobs is None:
-        return OptionScore(option, error=end.error)
-    logprobs: list[float] = []
-    most: list[float] = []
-    for one in end.logprobs:
-        logprobs.append(one.logprob)
-        most.append(one.top[0][1])
-    text = option if isinstance(option, str) else end.text
-    return OptionScore(
-        option,
-        logprob=sum(logprobs),
-        token_ids=end.token_ids,
-        token_logprobs=tuple(logprobs),
-        num_bytes=len(text.encode()),
-        # of tokens that are as likely, any may be the greedy one
-        is_greedy=logprobs == most,
-    )
+    def _fail_unscored(self, first: Result) -> None:
+        """Give each option without a score the error of its row, or of the prompt's."""
+        ended = dict.fromkeys(range(len(self._asked.options)), first)
+        for row_id, path in self._asked.paths.items():
+            ended |= dict.fromkeys(path.options, self._ends[row_id])
+        for index, end in ended.items():
+            if index not in self._asked.scores:
+                self._asked.fail(index, end.error)

@@ -50,6 +50,7 @@ class Retry:
 
     def _settle_shared(self, rows: Sequence[Row], error: BaseException) -> None:
         """Recompute the rows of a group whose shared work raised; end a row that had failed before, and now alone."""
+        rows = list(dict.fromkeys(rows))  # one of several positions is there as often
         is_culprit = len(rows) == 1 and self._is_apart(rows[0])
         dropped = self._rows.batch.drop(rows)
         lost = _alive(dict.fromkeys([*rows, *dropped]))

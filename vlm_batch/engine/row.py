@@ -18,6 +18,7 @@ from vlm_batch.engine.constraints import NO_GUIDE, NoGuide, Untold
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import NO_SCORES, NoScores
 from vlm_batch.engine.overlap import Overlap
+from vlm_batch.engine.paths import Asked, Path
 from vlm_batch.engine.sampling import NO_RULES, NOT_DRAWN, Drawn, RowRules
 from vlm_batch.engine.text import (
     NO_TEXT,
@@ -28,7 +29,6 @@ from vlm_batch.errors import InvalidParameters, describe
 from vlm_batch.records import (
     Encoded,
     MediaSizes,
-    OptionTokens,
     PromptFacts,
     PromptKey,
     Terms,
@@ -137,6 +137,7 @@ class Answer:
     history: mx.array | None = None  # (T,) prompt and answer, for rows with processors
     rules: RowRules = NO_RULES  # tokens that end it, and words that it may not have
     guide: NoGuide = NO_GUIDE
+    path: Path | None = None  # for rows that score options
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_scores: NoScores = NO_SCORES
@@ -148,9 +149,9 @@ class Answer:
         return self.guide.untold
 
     @property
-    def option(self) -> OptionTokens | None:
-        """The option that it says, if it is to be scored."""
-        return self.rules.option
+    def ahead(self) -> tuple[int, ...]:
+        """Tokens of its next forward behind its last one: drafts, or those of its path."""
+        return self.drafter.ahead if self.path is None else self.path.ahead
 
     @property
     def said(self) -> list[int]:
@@ -173,6 +174,33 @@ class Answer:
     def waits_for_token(self) -> bool:
         """Whether the choice of its next token needs its last one."""
         return self.guide.rules and self.known_token is None
+
+    @property
+    def last_token(self) -> int | None:
+        """Its last chosen token; None until that is known."""
+        known = self.said if self.path is None else self.path.tokens
+        at = self.num_sampled - 1
+        return known[at] if at < len(known) else None
+
+    def take_path(self, path: Path) -> None:
+        self.path = path
+        self.max_tokens = path.num_positions
+
+    def drop_ahead(self) -> None:
+        """Let the next forward take one token."""
+        self.drafter.drop()
+        if self.path is not None:
+            self.path.ahead = ()
+
+    def forget(self) -> None:
+        """Forget what was computed. Told tokens stay; of a path nobody was told."""
+        self.drawn = NOT_DRAWN
+        self.num_sampled = 0
+        self.num_fed = 0
+        self.history = None
+        self.drafter.begin_again()
+        if self.path is not None:
+            self.token_ids, self.logprobs = [], []
 
     def advance(self, drawn: mx.array, at: int, count: int = 1) -> None:
         self.drawn = (drawn, at + count - 1)
@@ -249,6 +277,7 @@ class Row:
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
     siblings: tuple[Row, ...] = ()
+    asked: Asked | None = None  # options to score
     # its processor's output, to recompute it from, if that is kept
     given: Mapping[str, Any] = field(default_factory=dict)
     losses: int = 0  # number of times that it was recomputed
@@ -314,11 +343,7 @@ class Row:
             answer.ending = None
         self.prompt = Prompt(inputs=as_mlx(self.given))
         self.reuse = RowReuse(continues=reuse.continues)
-        answer.drawn = NOT_DRAWN
-        answer.num_sampled = 0
-        answer.num_fed = 0
-        answer.history = None
-        answer.drafter.begin_again()
+        answer.forget()
 
     def take(
         self,
@@ -436,7 +461,7 @@ class Row:
         """Drop all but the id: launched work may hold the row."""
         self.params = NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), RowReuse(), {}
-        self.siblings = ()
+        self.siblings, self.asked = (), None
         self.losses = -1  # launched tokens are not for it
         self.answer, self.facts = new_answer(self.params), NO_FACTS
 
@@ -473,14 +498,19 @@ def new_row(
     if num_bytes(given) <= MOST_ON_HOST:
         row.given = on_host(given)
     row.reuse.continues = cache
-    siblings: list[Row] = []
-    terms = replace(terms, returns_cache=False)
-    for index in range(1, params.n):
-        name, own_seed = sibling_id(request_id, index), (seed + index) % 2**64
-        answer = new_answer(params, text)
-        siblings.append(Row(name, params, own_seed, answer, terms=terms))
-    row.siblings = tuple(siblings)
+    row.siblings = siblings_of(row, params.n - 1, text)
     return row
+
+
+def siblings_of(row: Row, count: int, text: AnswerText = NO_TEXT) -> tuple[Row, ...]:
+    """Return so many further answers to a row's prompt."""
+    terms = replace(row.terms, returns_cache=False)
+    found: list[Row] = []
+    for index in range(1, 1 + count):
+        name, seed = sibling_id(row.request_id, index), (row.seed + index) % 2**64
+        answer = new_answer(row.params, text)
+        found.append(Row(name, row.params, seed, answer, terms=terms))
+    return tuple(found)
 
 
 def sibling_id(request_id: str, index: int) -> str:
@@ -491,10 +521,8 @@ def sibling_id(request_id: str, index: int) -> str:
 def fork(row: Row) -> list[Row]:
     """Detach a ready row's siblings with lazy copies of its caches."""
     for sibling in row.siblings:
-        option = sibling.answer.option
-        needs_cache = option is None or len(option.tokens) > 1
         sibling.prompt = Prompt(
-            cache=copy.deepcopy(row.prompt.cache) if needs_cache else [],
+            cache=copy.deepcopy(row.prompt.cache),
             prefilled=row.prompt.prefilled,
             logits=row.prompt.logits,
         )
@@ -504,8 +532,6 @@ def fork(row: Row) -> list[Row]:
         answer, given = sibling.answer, row.answer
         answer.max_tokens, answer.history = given.max_tokens, given.history
         answer.rules = given.rules
-        if option is not None:
-            answer.rules = replace(given.rules, option=option)
         answer.prompt_scores = given.prompt_scores
         answer.guide = given.guide.copy()
         answer.drafter = given.drafter.copy()

@@ -18,7 +18,7 @@ from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.ledger import AHEAD, Ledger
 from vlm_batch.engine.limit import Capacity
 from vlm_batch.engine.memory import NoBound, tokens
-from vlm_batch.engine.options import error_of
+from vlm_batch.engine.options import begin_options
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
 from vlm_batch.engine.schedule import Clients, WaitingRow, in_turn
@@ -160,22 +160,14 @@ class Rows:
         size = row.facts.vocabulary or logits.shape[-1]
         check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
-        siblings = fork(row)
+        if row.asked is None:
+            siblings = fork(row)
+        else:
+            siblings = begin_options(row, logits.shape[-1])
+            self.ledger.asked[row.client] += len(siblings)
         for sibling in siblings:
             self.ledger.add(sibling, Stage.READY)
         self.ledger.move(row, Stage.READY)
-        if row.answer.option is not None:
-            self._begin_options([row, *siblings], logits.shape[-1])
-
-    def _begin_options(self, rows: Iterable[Row], size: int) -> None:
-        """Have each row say its option, among ``size`` tokens. End those that cannot."""
-        for row in rows:
-            option = row.answer.option
-            assert option is not None
-            error = error_of(row, option, size)
-            if error is not None:
-                self.end(row, "error", error)
-            row.answer.max_tokens = len(option.tokens)
 
     def join(self, row: Row, others: int) -> None:
         """Move a ready row to the batch; free its embeddings. ``others``: rows that take places next.

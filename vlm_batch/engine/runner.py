@@ -18,6 +18,7 @@ from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory, NoBound
+from vlm_batch.engine.options import look_ahead
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
@@ -71,16 +72,19 @@ class Runner:
         """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
+        look_ahead(rows, group.layers)
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
         alone: set[Row] = set()
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
+            if answer.path is not None:
+                answer.num_fed += len(answer.path.ahead)
             if answer.waits_for_token or answer.drafter.ahead:
                 alone.add(row)
         if not alone:
-            return [Part(rows, logits)]
+            return [Part(_each_position(rows), logits)]
         mx.async_eval(logits)
         return _split(rows, logits, alone)
 
@@ -365,6 +369,14 @@ class Runner:
         return part, [*state, *part.arrays]
 
 
+def _each_position(rows: Sequence[Row]) -> list[Row]:
+    """Return each row as often as it has positions."""
+    found: list[Row] = []
+    for row in rows:
+        found += [row] * (1 + len(row.answer.ahead))
+    return found
+
+
 def _split(rows: Sequence[Row], logits: mx.array, alone: Collection[Row]) -> list[Part]:
     """Return a part of the rows that are chosen together, and one of each row ``alone``.
 
@@ -373,22 +385,22 @@ def _split(rows: Sequence[Row], logits: mx.array, alone: Collection[Row]) -> lis
     """
     apart: list[Part] = []
     together: list[Row] = []
-    firsts: list[int] = []
+    places: list[int] = []
     end = 0
     for row in rows:
-        ahead = row.answer.drafter.ahead
+        ahead = row.answer.ahead
         first = end
         end = first + 1 + len(ahead)
         if row not in alone:
             together.append(row)
-            firsts.append(first)
+            places += range(first, end)
             continue
         is_held = not ahead and row.answer.waits_for_token
         part = Part([row], logits[first:end], is_held=is_held, ahead=ahead)
         apart.append(part)
     if not together:
         return apart
-    return [Part(together, logits[mx.array(firsts)]), *apart]
+    return [Part(_each_position(together), logits[mx.array(places)]), *apart]
 
 
 def _merged(group: Sequence[Work]) -> Work:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 
 from vlm_batch.checks import check_within
-from vlm_batch.engine.logprobs import Logprobs, largest
+from vlm_batch.engine.logprobs import AskedLogprobs, Logprobs, largest
 from vlm_batch.engine.work import checked_logits
-from vlm_batch.records import OptionTokens
 from vlm_batch.runtime import exponentials
 from vlm_batch.types import SamplingParams, TokenLogprobs
 
@@ -27,12 +26,11 @@ MORE_CANDIDATES = 16
 
 @dataclass(frozen=True)
 class RowRules:
-    """A row's end tokens, its bad words as ids, and the option that it says, if it is to be scored."""
+    """A row's end tokens, and its bad words as ids."""
 
     end_ids: Collection[int] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     changes_logits: bool = False  # whether a stage of the row's own does; once encoded
-    option: OptionTokens | None = None
     _made: list[tuple[SamplingParams, _Arrays]] = field(
         init=False, compare=False, repr=False, default_factory=list
     )
@@ -137,7 +135,7 @@ class Sampled:
     tokens: mx.array  # (B,)
     # (B,) logits: not finite if the row has NaN, +inf, or only -inf
     highest: mx.array | None = None
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | AskedLogprobs | None = None
     logprob_rows: Sequence[int] = ()
 
     def arrays(self) -> list[mx.array]:

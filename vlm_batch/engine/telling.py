@@ -12,6 +12,7 @@ import mlx.core as mx
 from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.constraints import NoGuide, Untold
 from vlm_batch.engine.drafts import NoDrafts
+from vlm_batch.engine.options import score
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Ending, Row, Stage
@@ -156,10 +157,23 @@ class Telling:
             guide = row.answer.guide
             if flight.is_repeated:
                 self._end_repeated(row)
+            elif row.answer.path is not None:
+                self._note_score(row, tokens[index], logprobs[index])
             elif guide.rules:
                 self._feed(row, guide, tokens[index], logprobs.get(index))
             else:
                 self._tell(row, tokens[index], logprobs.get(index))
+
+    def _note_score(self, row: Row, token: int, logprobs: TokenLogprobs) -> None:
+        """Take what a row has read at a position of its path. The last ends it."""
+        answer = row.answer
+        row.clock.note_token()
+        answer.token_ids.append(token)
+        answer.logprobs.append(logprobs)
+        if len(answer.token_ids) < answer.max_tokens:
+            return
+        if self._retry.attempt(row, score, row, self._text):
+            self._end(row, Ending(Event(row.request_id), "length", None))
 
     def _feed(
         self, row: Row, guide: NoGuide, token: int, logprobs: TokenLogprobs | None

@@ -7,6 +7,7 @@ stay as they are, since its state is computed once for all options.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from vlm_batch.errors import InvalidOption, InvalidRequest, shown
 from vlm_batch.inputs.processing import ESCAPE, Processing
@@ -16,6 +17,13 @@ from vlm_batch.types import Option
 
 #: Last tokens that stand for a prompt whose text is unknown.
 LAST = 32
+
+
+class Context(NamedTuple):
+    """A text that options follow, and its tokens."""
+
+    text: str
+    tokens: tuple[int, ...]
 
 
 def tokens_of_options(
@@ -31,7 +39,9 @@ def tokens_of_options(
         prompt: the prompt's text, if it has one.
         ids: its tokens.
     """
-    context = _context(processing, prompt, ids)
+    context: Context | None = None
+    if any(isinstance(option, str) for option in options):
+        context = _context(processing, prompt, ids)
     found: list[OptionTokens] = []
     for option in options:
         try:
@@ -45,7 +55,7 @@ def tokens_of_options(
 def _tokens_of(
     processing: Processing,
     reserved: ReservedWords,
-    context: str | None,
+    context: Context | None,
     option: Option,
 ) -> tuple[int, ...]:
     """Return an option's tokens. Raises InvalidRequest."""
@@ -59,8 +69,8 @@ def _tokens_of(
         raise InvalidOption(
             "this prompt's tokens cannot be told from its text; give options as lists of token ids"
         )
-    before = processing.ids_of(context)
-    whole = processing.ids_of(context + option)
+    text, before = context
+    whole = processing.ids_of(text + option)
     if whole[: len(before)] != before:
         raise InvalidOption(
             f"the option {shown(option)} would change the prompt's last token, and has no tokens of its own behind it; "
@@ -73,11 +83,12 @@ def _tokens_of(
 
 def _context(
     processing: Processing, prompt: str | None, ids: Sequence[int]
-) -> str | None:
+) -> Context | None:
     """Return a text whose last token is the prompt's; None if there is none."""
     for text in _texts(processing, prompt, ids):
-        if text and processing.ids_of(text)[-1:] == (ids[-1],):
-            return text
+        tokens = processing.ids_of(text)
+        if tokens[-1:] == (ids[-1],):
+            return Context(text, tokens)
     return None
 
 
