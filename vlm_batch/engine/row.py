@@ -83,7 +83,7 @@ class NoLoading:
     nbytes = 0
     num_pixels = 0
     #: Bytes of what its processor will make; None: unknown.
-    known_nbytes: int | None = 0
+    known_nbytes = 0
 
     def cancel(self) -> None:
         """Stop, as far as it can."""
