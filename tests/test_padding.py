@@ -31,10 +31,11 @@ from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement, can_fill, can_trim, take_row, trim
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.lengths import padded_count, padded_length, together
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.runner import Runner
 from vlm_batch.engine.schedule import PrefillRow, chunks
-from vlm_batch.engine.shapes import padded_count, padded_length, pads, shares, together
+from vlm_batch.engine.shapes import pads, shares
 from vlm_batch.policy import POLICIES, Policy
 from vlm_batch.records import Call
 from vlm_batch.runtime.device import Device

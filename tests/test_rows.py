@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from tests.harness import (
@@ -25,6 +27,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.assets import default_checkpoint
 from vlm_batch.caches import Placement
 from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.decoding import last_tokens
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.limit import LADDER, Capacity, RowLimit
 from vlm_batch.engine.shapes import FixedShapes
@@ -259,3 +262,20 @@ def test_no_place_is_left_for_rows_that_did_not_come(
         oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]
     ]
     assert not generator.rows.batch.places and not generator.rows.batch.layers
+
+
+def test_last_tokens_come_in_the_order_of_places() -> None:
+    """From arrays that rows share or have alone, in any order; empty places have zeros."""
+    first, second = mx.array([3, 4, 5]), mx.array([7, 8])
+
+    def at(array: mx.array, index: int) -> Any:
+        return SimpleNamespace(answer=SimpleNamespace(drawn=(array, index)))
+
+    for drawn, told in (
+        ([at(first, 0), at(first, 1), at(first, 2)], [3, 4, 5]),
+        ([at(first, 2), at(first, 0)], [5, 3]),
+        ([at(second, 1), at(first, 0), at(second, 0), at(first, 1)], [8, 3, 7, 4]),
+        ([None, at(first, 1), None, at(second, 0)], [0, 4, 0, 7]),
+        ([at(first, 0), at(first, 1), at(first, 2), None], [3, 4, 5, 0]),
+    ):
+        assert last_tokens(drawn).tolist() == told

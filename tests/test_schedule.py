@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from vlm_batch.engine.lengths import chunk_end, together
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.schedule import Clients, PrefillRow, chunks, in_turn
-from vlm_batch.engine.shapes import chunk_end, together
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
@@ -315,7 +315,7 @@ def test_a_chunk_ends_its_prompt_within_the_slack() -> None:
 
 
 def test_prompts_of_one_length_go_together() -> None:
-    assert together([50, 50, 50, 40, 60], 2, None, 0, 0) == [[0, 1], [2], [3], [4]]
+    assert together([50, 50, 50, 40, 60], 2, 1000, 0, 0) == [[0, 1], [2], [3], [4]]
 
 
 def test_a_group_of_prompts_has_a_limit_in_tokens() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,14 +22,17 @@ def arrays_of(tree: Any) -> list[mx.array]:
     """Return every mlx array in a tree."""
     if isinstance(tree, mx.array):
         return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
     found: list[mx.array] = []
-    for item in tree:
+    for item in _items(tree):
         found += arrays_of(item)
     return found
+
+
+def _items(tree: Any) -> Iterable[Any]:
+    """Return what a list, tuple or mapping holds; nothing for anything else."""
+    if isinstance(tree, Mapping):
+        return tree.values()
+    return tree if isinstance(tree, (list, tuple)) else ()
 
 
 class Deferred(ABC):
@@ -182,11 +185,7 @@ def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def num_bytes(tree: Any) -> int:
     if isinstance(tree, (mx.array, np.ndarray, Deferred)):
         return int(tree.nbytes)
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return 0
-    return sum(map(num_bytes, tree))
+    return sum(map(num_bytes, _items(tree)))
 
 
 def as_mlx(inputs: Mapping[str, Any]) -> dict[str, Any]:

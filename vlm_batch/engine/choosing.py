@@ -65,8 +65,7 @@ class Positions(NamedTuple):
         for part in parts:
             # a part with drafts has one row
             rows += [*part.rows] * (1 + len(part.ahead))
-            if part.logits is not None:
-                given.append(part.logits)
+            given.append(part.logits)
         return cls(rows, given[0] if len(given) == 1 else stack_logits(given))
 
     def only(self, indices: Sequence[int]) -> Positions:

@@ -185,25 +185,23 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
 
     Tokens sampled together, as mostly, are one array; of several one operation takes them: on a GPU each costs.
     """
-    arrays: dict[int, mx.array] = {}  # by identity
-    begins: dict[int, int] = {}  # of each, in all of them
+    arrays: list[mx.array] = []
+    begins: dict[int, int] = {}  # of each array among all tokens, by identity
     wanted: list[int] = []
-    size = 0
+    last, begin, size = None, 0, 0
     for row in places:
         if row is None:
             wanted.append(-1)
             continue
         tokens, at = row.answer.drawn
-        name = id(tokens)
-        if name not in arrays:
-            arrays[name] = tokens
-            begins[name] = size
+        if tokens is not last:
+            last = tokens
+            begin = begins.setdefault(id(tokens), size)
+        if begin == size:
+            arrays.append(tokens)
             size += tokens.size
-        wanted.append(begins[name] + at)
-    each = [*arrays.values()]
+        wanted.append(begin + at)
     if None in places:
-        each.append(mx.zeros((1,), dtype=mx.int32))
-    found = joined(each)
-    if wanted == [*range(size)]:
-        return found
-    return found[mx.array(wanted)]
+        arrays.append(mx.zeros((1,), dtype=mx.int32))
+    found = joined(arrays)
+    return found if wanted == [*range(size)] else found[mx.array(wanted)]

@@ -239,8 +239,8 @@ class BatchGenerator:
         return self._tell()
 
     def _begin_patience(self) -> None:
-        are_guided = [row.answer.guide.rules for row in self.rows.batch.rows]
-        self.telling.patience.begin(beside_others=False in are_guided)
+        has_others = not all(row.answer.guide.rules for row in self.rows.batch.rows)
+        self.telling.patience.begin(beside_others=has_others)
 
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
         """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""

@@ -65,7 +65,7 @@ def padded_count(count: int, pad_to: int) -> int:
 
 
 def together(
-    lengths: Sequence[int], most: int, most_tokens: int | None, pad_to: int, fill: int
+    lengths: Sequence[int], most: int, most_tokens: int, pad_to: int, fill: int
 ) -> list[list[int]]:
     """Group whole prompts of one padded length, as indices of ``lengths``.
 
@@ -74,9 +74,7 @@ def together(
 
     def has_room(count: int, width: int) -> bool:
         rows = padded_count(count, pad_to)
-        if rows > most:
-            return False
-        return most_tokens is None or rows * width <= most_tokens
+        return rows <= most and rows * width <= most_tokens
 
     groups: list[_Group] = []
     latest: dict[int, _Group] = {}  # by width

@@ -83,7 +83,7 @@ class NoLoading:
     nbytes = 0
     num_pixels = 0
     #: Bytes of what its processor will make; None: unknown.
-    known_nbytes: int | None = 0
+    known_nbytes = 0
 
     def cancel(self) -> None:
         """Stop, as far as it can."""
@@ -297,9 +297,11 @@ class Row:
     @property
     def is_suspect(self) -> bool:
         """Whether its forward may have failed; it then decodes alone."""
+        if self.suspected is NO_TOKEN:
+            return False
         first, last = self.suspected
-        is_behind = len(self.answer.token_ids) > last
-        return not is_behind and self.answer.num_sampled >= first
+        has_begun = self.answer.num_sampled >= first
+        return has_begun and len(self.answer.token_ids) <= last
 
     @property
     def has_ended(self) -> bool:

@@ -237,18 +237,12 @@ class Runner:
         # of each group the first chunk stands for all
         merged = {chunk: chunk for chunk in chunks}
         for alike in kinds.values():
-            for first, *others in self._groups(alike):
+            for indices in self._shapes.groups([chunk.end for chunk in alike]):
+                first, *others = [alike[index] for index in indices]
                 merged[first] = _merged([first, *others])
                 for other in others:
                     del merged[other]
         return list(merged.values())
-
-    def _groups(self, chunks: Sequence[Work]) -> list[list[Work]]:
-        """Group whole prompts of one kind by the arrays that they share."""
-        found: list[list[Work]] = []
-        for indices in self._shapes.groups([chunk.end for chunk in chunks]):
-            found.append([chunks[index] for index in indices])
-        return found
 
     def prefill(self, work: Work) -> list[Part | Failed]:
         """Launch a chunk, or several prompts together; if that fails, each alone."""

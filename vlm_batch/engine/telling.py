@@ -20,6 +20,7 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.errors import InvalidParameters
+from vlm_batch.store.saved import SavedRow
 from vlm_batch.types import Event, TokenLogprobs
 
 #: Most seconds that a step waits for forms. A row whose mask is later misses the step.
@@ -153,7 +154,8 @@ class Telling:
             if not math.isfinite(highest[index]):
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
-            self._store_prompt(row)
+            if row.reuse.pending is not None:
+                self._store_prompt(row, row.reuse.pending)
             guide = row.answer.guide
             if flight.is_repeated:
                 self._end_repeated(row)
@@ -205,7 +207,6 @@ class Telling:
             if not math.isfinite(highest[index]):
                 end = Failed([row], _no_token(row, highest[index]))
                 break
-            self._store_prompt(row)
             count += 1
             end = attempt([row], answer.guide.feed, tokens[index])
             if end is not None:
@@ -230,11 +231,8 @@ class Telling:
         if end is not None:
             self._end(row, end)
 
-    def _store_prompt(self, row: Row) -> None:
+    def _store_prompt(self, row: Row, pending: SavedRow) -> None:
         """Store a prompt's state once its first token is finite."""
-        pending = row.reuse.pending
-        if pending is None:
-            return
         self._reuse.store(pending)
         row.reuse.pending = None
 

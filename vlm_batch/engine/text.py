@@ -133,12 +133,12 @@ class StopStrings(NoStops):
 
     def finish(self) -> str:
         (first, _, length), self._state = self._state, self._root
-        return self._stops[first][:length] if length else ""
+        return self._stops[first][:length]
 
     def _text(self, before: _Beginning, piece: str, length: int) -> str:
         """Return the first ``length`` characters of held text and piece."""
         first, _, held = before
-        text = self._stops[first][: min(length, held)] if held else ""
+        text = self._stops[first][: min(length, held)]
         return text + piece[: max(0, length - held)]
 
     def _next(self, state: _Beginning, character: str) -> _Beginning:

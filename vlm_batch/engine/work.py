@@ -36,7 +36,7 @@ class Part:
 
     rows: Sequence[Row]
     # (R, V) for their next tokens, if the work gives any
-    logits: mx.array | None = None
+    logits: Any = None
     arrays: list[mx.array] = field(default_factory=list)  # further arrays to wait for
     is_held: bool = False  # the choice depends on tokens that must be read first
     # K drafted tokens of the only row, whose logits are (1 + K, V)
