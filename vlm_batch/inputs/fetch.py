@@ -137,6 +137,11 @@ def name_medium(source: Any, noun: str) -> str:
     return f"the {noun} given as {type(source).__name__}"
 
 
+def contents(source: Any) -> Any:
+    """Return the bytes of a source that was read, and any other source as it is."""
+    return source.data if isinstance(source, Fetched) else source
+
+
 def is_data_uri(source: Any) -> bool:
     return isinstance(source, str) and source[:5].lower() == "data:"
 

@@ -332,10 +332,11 @@ class Forms:
         with self._lock:
             if self._compiled.get(key) is not found:
                 return
-            del self._compiled[key]
-            if not isinstance(error, OperationCancelled):
-                self._compiled[key] = kept
-                self._forget_oldest(key)
+            if isinstance(error, OperationCancelled):
+                del self._compiled[key]
+                return
+            self._compiled[key] = kept
+            self._forget_oldest(key)
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
         """Drop compiled forms from the oldest on, until the rest took few enough seconds; keep the newest."""

@@ -28,6 +28,7 @@ from vlm_batch.inputs.fetch import (
     Cancelled,
     Fetched,
     RecalledUri,
+    contents,
     fetch,
     is_address,
     name_medium,
@@ -279,8 +280,7 @@ def _is_one_of_several(image: Image.Image) -> bool:
 
 def count_pixels(source: ImageInput) -> int:
     """Return the pixels in the header of a picture in memory, else 0."""
-    if isinstance(source, Fetched):
-        source = source.data
+    source = contents(source)
     try:
         if isinstance(source, (Image.Image, RecalledUri)):
             return math.prod(source.size)
@@ -320,9 +320,7 @@ def _open(
     cancelled: Cancelled,
 ) -> Image.Image:
     name = describe_source(source)
-    source = fetch_image(source, policy, cancelled)
-    if isinstance(source, Fetched):
-        source = source.data
+    source = contents(fetch_image(source, policy, cancelled))
     file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
     data = file.getvalue()
     if not data:

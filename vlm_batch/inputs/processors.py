@@ -315,8 +315,7 @@ class PlaceholderRuns:
             (processor, tokenizer), ("image_token", "video_token")
         )
         words = [getattr(owner, name, None) for owner, name in named]
-        known = [word for word in words if isinstance(word, str) and word in apart]
-        self._ids = {word: apart[word] for word in known}
+        self._ids = {word: at for word, at in apart.items() if word in words}
         runs = [f"(?:{re.escape(word)})+" for word in self._ids]
         self._pattern = re.compile("|".join(runs) or "(?!)")
         self._longest = max(map(len, self._ids), default=1)

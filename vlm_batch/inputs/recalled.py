@@ -17,7 +17,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlm_batch.arrays import Deferred, Joined
-from vlm_batch.inputs.fetch import Fetched, RecalledUri
+from vlm_batch.inputs.fetch import Fetched, RecalledUri, contents
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.store.digest import digest
 from vlm_batch.store.pictures import PictureStore
@@ -78,7 +78,7 @@ def recalled_picture(
     """Return a picture that ``load`` decodes, now or later."""
     if isinstance(source, RecalledUri):
         return RecalledPicture(source.size, source.content, partial(load, source))
-    data = source.data if isinstance(source, Fetched) else source
+    data = contents(source)
     if not isinstance(data, bytes):
         image = load(source)
         return RecalledPicture(

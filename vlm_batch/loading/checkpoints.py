@@ -93,7 +93,8 @@ def read_model(path: Path, *, in_float32: bool, **options: Any) -> nn.Module:
         loaded = fit(model, tensors.finish(on_disk, weights, read), read)
         # before anything is computed: joined and transposed tensors are not held twice
         on_disk.clear()
-        loaded = with_unused(loaded, model, tensors.unused)
+        if tensors.unused:
+            loaded = with_unused(loaded, model, tensors.unused)
         check_decoded(loaded, written)
         if in_float32:
             loaded = widened(loaded, config.get("quantization") or {})
@@ -228,7 +229,7 @@ def _hook(name: str) -> None:
 
 
 def with_unused(weights: Weights, model: nn.Module, prefix: str) -> Weights:
-    """Fill parameters in that no answer needs, if the folder has none of them; with an empty prefix, none."""
+    """Fill parameters in that no answer needs, if the folder has none of them."""
     if any(name.startswith(prefix) for name in weights):
         return weights
     filled = dict(weights)

@@ -102,8 +102,7 @@ def recommended_sampling(written: Mapping[str, Any]) -> RecommendedSampling:
 
 def _said(written: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of these names that are there and not null."""
-    there = neutral.keys() & written.keys()
-    return {name: written[name] for name in there if written[name] is not None}
+    return {name: written[name] for name in neutral if written.get(name) is not None}
 
 
 def _changed(settings: Mapping[str, Any], neutral: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Texts:
 
     def checked(self, name: str, value: Any) -> tuple[str, ...]:
         texts = non_empty_texts(name, value)
-        is_right = len(texts) >= self.least
-        demand(is_right, InvalidParameters, name, value, "texts, or None")
+        if len(texts) < self.least:
+            raise InvalidParameters(f"{name} is empty; it must be texts, or None")
         check_unicode(name, texts)
         if len(texts) > self.most or sum(map(len, texts)) > MOST_CHARACTERS:
             raise InvalidParameters(

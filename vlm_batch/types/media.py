@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from vlm_batch.checks import as_tuple, demand, is_whole
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.types.rules import (
-    Rule,
+    FieldRule,
     at_least,
     check_fields,
     is_bool,
@@ -126,17 +126,17 @@ def _is_number_of_frames(value: Any) -> bool:
 
 #: The least number above 0.
 _ABOVE_0 = math.ulp(0.0)
-_FLAG = Rule(is_bool, "True or False")
+_FLAG = FieldRule(is_bool, "True or False")
 _MOST = at_least(1, or_none=True)
 _OF_VIDEOS = {
     "sound": _FLAG,
-    "fps": Rule(real_within(_ABOVE_0), "a finite number above 0", or_none=True),
-    "num_frames": Rule(_is_number_of_frames, _MOST.right, or_none=True),
+    "fps": FieldRule(real_within(_ABOVE_0), "a finite number above 0", or_none=True),
+    "num_frames": FieldRule(_is_number_of_frames, _MOST.right, or_none=True),
     "max_frames": _MOST,
     "max_pixels": _MOST,
 }
 _OF_RECORDINGS = {
-    "rate": Rule(
+    "rate": FieldRule(
         whole_within(1_000, 768_000), "an integer in 1,000..768,000", or_none=True
     ),
 }
@@ -146,7 +146,7 @@ _OF_FETCHING = {
     "allow_files": _FLAG,
     "max_bytes": at_least(1),
     "max_redirects": at_least(0),
-    "seconds": Rule(
+    "seconds": FieldRule(
         real_within(_ABOVE_0, MAX_SECONDS), f"a number above 0, {MAX_SECONDS:,} at most"
     ),
 }

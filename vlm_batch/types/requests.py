@@ -27,7 +27,7 @@ from vlm_batch.checks import (
 from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest
 from vlm_batch.types.media import AudioInput, ImageInput, VideoInput, several
 from vlm_batch.types.options import Option, checked_options
-from vlm_batch.types.rules import Rule, check_fields, whole_within
+from vlm_batch.types.rules import FieldRule, check_fields, whole_within
 from vlm_batch.types.sampling import SamplingParams
 from vlm_batch.types.templates import PLAIN_TEMPLATE, Template
 
@@ -151,17 +151,17 @@ def _is_name(value: Any) -> bool:
 
 
 _RULES = {
-    "draft": Rule(DRAFTS.__contains__, f"one of {', '.join(DRAFTS)}"),
-    "priority": Rule(
+    "draft": FieldRule(DRAFTS.__contains__, f"one of {', '.join(DRAFTS)}"),
+    "priority": FieldRule(
         whole_within(-MAX_PRIORITY, MAX_PRIORITY),
         f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}",
     ),
-    "client": Rule(is_whole, "an integer"),
-    "cache_salt": Rule(is_non_empty, "text, not empty, or None", or_none=True),
-    "request_id": Rule(
+    "client": FieldRule(is_whole, "an integer"),
+    "cache_salt": FieldRule(is_non_empty, "text, not empty, or None", or_none=True),
+    "request_id": FieldRule(
         _is_name, "text, not empty and without null characters, or None", or_none=True
     ),
-    "return_cache": Rule(is_flag, "True or False"),
+    "return_cache": FieldRule(is_flag, "True or False"),
 }
 
 

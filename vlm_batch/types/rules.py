@@ -12,7 +12,7 @@ from vlm_batch.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
-class Rule:
+class FieldRule:
     """A field's rule.
 
     Attributes:
@@ -27,7 +27,7 @@ class Rule:
 
 
 def check_fields(
-    record: object, rules: Mapping[str, Rule], error: type[InvalidRequest]
+    record: object, rules: Mapping[str, FieldRule], error: type[InvalidRequest]
 ) -> None:
     """Raise ``error`` for the first field whose value breaks its rule."""
     for name, rule in rules.items():
@@ -46,9 +46,9 @@ def real_within(least: float, most: float = math.inf) -> Callable[[Any], bool]:
     return lambda value: is_real(value) and least <= value <= most
 
 
-def at_least(least: int, *, or_none: bool = False) -> Rule:
+def at_least(least: int, *, or_none: bool = False) -> FieldRule:
     """Return the rule of a whole number."""
-    return Rule(whole_within(least), f"an integer of at least {least}", or_none)
+    return FieldRule(whole_within(least), f"an integer of at least {least}", or_none)
 
 
 def is_bool(value: Any) -> bool:

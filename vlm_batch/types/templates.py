@@ -9,7 +9,7 @@ from typing import Any
 
 from vlm_batch.checks import is_flag
 from vlm_batch.errors import InvalidPrompt
-from vlm_batch.types.rules import Rule, check_fields, is_bool, is_text
+from vlm_batch.types.rules import FieldRule, check_fields, is_bool, is_text
 
 #: Arguments of chat templates that are fields of ``Template``.
 _NAMED = ("tools", "documents", "enable_thinking", "reasoning_effort")
@@ -96,14 +96,14 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(is_text, value))
 
 
-_LIST = Rule(_are_mappings, "a list of mappings, or None", or_none=True)
-_FLAG = Rule(is_flag, "True or False")
+_LIST = FieldRule(_are_mappings, "a list of mappings, or None", or_none=True)
+_FLAG = FieldRule(is_flag, "True or False")
 _RULES = {
     "tools": _LIST,
     "documents": _LIST,
-    "enable_thinking": Rule(is_bool, "True, False or None", or_none=True),
-    "reasoning_effort": Rule(is_text, "text, or None", or_none=True),
-    "args": Rule(_is_named, "a mapping of names to values"),
+    "enable_thinking": FieldRule(is_bool, "True, False or None", or_none=True),
+    "reasoning_effort": FieldRule(is_text, "text, or None", or_none=True),
+    "args": FieldRule(_is_named, "a mapping of names to values"),
     "add_generation_prompt": _FLAG,
     "continue_final_message": _FLAG,
     "escape_special_tokens": _FLAG,
