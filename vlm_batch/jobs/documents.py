@@ -300,7 +300,7 @@ def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
     return str(columns.get("path") or row_id)
 
 
-def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
+def _page_of(record: Record, boxes: BoxForm | None) -> PageText:
     text = str(record.get("text") or "").strip()
     error = record.get("error")
     size = _first_size(record.get("image_sizes"))
