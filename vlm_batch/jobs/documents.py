@@ -227,9 +227,9 @@ class Documents(Sink):
     def append(self, record: Record) -> None:
         columns = record["columns"]
         name = _document_of(columns, str(record["id"]))
-        record = {**record, "document": name, "page": columns.get("page")}
-        if name in self._names:
-            record["file"] = self._names[name].with_suffix("").as_posix()
+        file = self._names[name].with_suffix("").as_posix()
+        place = {"document": name, "page": columns.get("page"), "file": file}
+        record = {**record, **place}
         self._answers.append(record)
         self._take(record, is_new=True)
 
