@@ -227,11 +227,11 @@ class Documents(Sink):
     def append(self, record: Record) -> None:
         columns = record["columns"]
         name = _document_of(columns, str(record["id"]))
-        record = {**record, "document": name, "page": columns.get("page")}
+        file = self._names[name].with_suffix("").as_posix()
+        place = {"document": name, "page": columns.get("page"), "file": file}
+        record = {**record, **place}
         if "page_size" in columns:  # before its publisher enlarged it
             record["image_sizes"] = [columns["page_size"]]
-        if name in self._names:
-            record["file"] = self._names[name].with_suffix("").as_posix()
         self._answers.append(record)
         self._take(record, is_new=True)
 
@@ -302,7 +302,7 @@ def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
     return str(columns.get("path") or row_id)
 
 
-def _page_of(record: Record, boxes: BoxForm | None = None) -> PageText:
+def _page_of(record: Record, boxes: BoxForm | None) -> PageText:
     text = str(record.get("text") or "").strip()
     error = record.get("error")
     size = _first_size(record.get("image_sizes"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from vlm_batch.jobs.cells import did_you_mean
 from vlm_batch.jobs.rows import InvalidJob, JobRow
 from vlm_batch.types import (
     SAMPLING_PARAMETERS,
-    ImageInput,
     Message,
     Request,
     Result,
@@ -76,13 +75,10 @@ class Item:
     def request(self) -> Request:
         """Return the request with its pictures read."""
         row = self.row
-        images: Sequence[ImageInput] = row.images
-        if row.load is not None:
-            images = tuple(row.load())
         request = Request(
             prompt=None if self.messages is not None else self.prompt,
             messages=self.messages,
-            images=images,
+            images=tuple(row.pictures()),
             videos=row.videos,
             audios=row.audios,
             params=self.params,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vlm_batch._version import __version__
@@ -125,7 +126,7 @@ class Cluster:
         num_gpus: float | None = None,
         num_cpus: float = 1.0,
         shared_files: bool = False,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
         say: Callable[[str], None] | None = None,
     ) -> None:
         if workers is not None and workers < 1:
@@ -135,7 +136,7 @@ class Cluster:
                 f"num_gpus is {num_gpus}; a worker uses one GPU, or a part of it: a number in 0..1"
             )
         demand(num_cpus >= 0, InvalidJob, "num_cpus", num_cpus, "at least 0")
-        self._model = (model, dict(options or {}), __version__)
+        self._model = (model, dict(options), __version__)
         self._address, self._shared_files = address, shared_files
         self._count, self._gpus, self._cpus = workers, num_gpus, num_cpus
         self._say = say or partial(print, "vlm-batch:", file=sys.stderr)

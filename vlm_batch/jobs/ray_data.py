@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,14 @@ class Predictor:
         image: str | None = None,
         video: str | None = None,
         audio: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._prompt = prompt
         self._columns = Columns(image=image, video=video, audio=audio)
         self._questions = Questions(
             (prompt or DEFAULT_PROMPT,), system, params_of(params)
         )
-        self._batcher = open_here(model, options or {})
+        self._batcher = open_here(model, options)
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         if not isinstance(batch, dict):

@@ -57,6 +57,10 @@ class JobRow:
         """Whether the row has pictures or videos, or a chat, which may."""
         return bool(self.images or self.videos) or self.messages is not None
 
+    def pictures(self) -> Sequence[ImageInput]:
+        """Return the pictures, read if they are in pages or archives."""
+        return self.images if self.load is None else self.load()
+
     @property
     def image_names(self) -> list[str]:
         return [name_of(image) for image in self.images]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vlm_batch.jobs.answers import record_of, with_form
@@ -57,21 +58,25 @@ class Watch:
         """Called for each stored answer."""
 
 
+#: A job that nobody says more of.
+_PLAIN, _WHOLE, _NOBODY = Questions(), Shard(), Watch()
+
+
 def run(
     source: Source | Sequence[Source],
     sink: Sink,
     batcher: Batcher | OpenBatcher,
     *,
-    questions: Questions | None = None,
-    shard: Shard | None = None,
-    settings: Mapping[str, Any] | None = None,
+    questions: Questions = _PLAIN,
+    shard: Shard = _WHOLE,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     carried: tuple[str, ...] = (),
     resume: bool = False,
     retry_errors: bool = False,
     overwrite: bool = False,
     force: bool = False,
     keeps_samples: bool = False,
-    watch: Watch | None = None,
+    watch: Watch = _NOBODY,
 ) -> Summary:
     """Answer sources' rows into a sink, in bounded memory; an interrupt ends the job, and keeps its answers.
 
@@ -88,11 +93,10 @@ def run(
         CannotWrite: An answer cannot be stored; earlier ones are safe.
     """
     sources: Sequence[Source] = source if isinstance(source, Sequence) else [source]
-    job = Job(sources, questions or Questions(), sink, shard or Shard(), carried)
-    watch = watch or Watch()
+    job = Job(sources, questions, sink, shard, carried)
     resume = resume or retry_errors
     _check_apart(sources, sink)
-    header = job.settings(settings or {})
+    header = job.settings(settings)
     with sink.locked():
         sink.check(header, resume=resume, overwrite=overwrite, force=force)
         done, failed = sink.existing() if resume else (Ids(), Ids())

@@ -92,8 +92,12 @@ class Reading:
         return picture_suffixes().union(*further)
 
 
+#: Tables' usual columns, and pictures alone.
+_USUAL = Reading()
+
+
 def open_sources(
-    arguments: Sequence[str], reading: Reading | None = None
+    arguments: Sequence[str], reading: Reading = _USUAL
 ) -> tuple[list[Source], Found]:
     """Open the arguments' sources, in order; ``-`` is standard input. Missing files become failed rows.
 
@@ -103,7 +107,6 @@ def open_sources(
     Raises:
         InvalidJob: A table, folder or pattern is unreadable, or nothing was found.
     """
-    reading = reading or Reading()
     check_there(arguments)
     sources: list[Source] = []
     files: list[str] = []  # since the last table

@@ -303,11 +303,9 @@ class Summary:
 
 def thumbnail(item: Item) -> bytes | None:
     """Return a small JPEG of a row's first picture; None if it cannot be read."""
-    row = item.row
     # a picture that has gone since is not worth the report
     with contextlib.suppress(Exception):
-        images = row.images if row.load is None else row.load()
-        picture = load_image(images[0])
+        picture = load_image(item.row.pictures()[0])
         picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
         out = io.BytesIO()
         picture.save(out, format="JPEG", quality=80)

@@ -77,7 +77,7 @@ class Dialect:
         self,
         processing: Processing,
         tool_parser: str | None = None,
-        recommended: Mapping[str, Any] | None = None,
+        recommended: Mapping[str, Any] = MappingProxyType({}),
         *,
         shows_special: bool = False,
     ) -> None:
@@ -91,7 +91,7 @@ class Dialect:
         """
         self._processor = processing.processor
         # sampling for requests that ask for it
-        self.recommended = dict(recommended or {})
+        self.recommended = dict(recommended)
         self._tokenizer = copy_for_thread(
             processing.tokenizer
         )  # a fast one serves one thread at a time; this is the loop's
@@ -110,9 +110,9 @@ class Dialect:
             None if self.tool_parser is None else load_tool_module(self.tool_parser)
         )
         pairs = ThinkingStreamState._build_open_close_markers(None, None)
-        text = _template_text(self._template) or ""
+        self._template_text = _template_text(self._template) or ""
         has_parser = _response_template_tokenizer(self._processor) is not None
-        self.reasons = has_parser or any(end in text for _, end in pairs)
+        self.reasons = has_parser or any(end in self._template_text for _, end in pairs)
         self._hidden = self._hidden_markers(list(chain.from_iterable(pairs)))
 
     @cached_property
@@ -131,7 +131,7 @@ class Dialect:
             return None
         added = self._tokenizer.added_tokens_decoder
         marks = {str(word): int(token) for token, word in added.items()}
-        return CallWriter(self.tool_parser, marks, _template_text(self._template) or "")
+        return CallWriter(self.tool_parser, marks, self._template_text)
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """Return a token's text and bytes; a partial character's text is U+FFFD."""

@@ -92,6 +92,11 @@ class Kept:
         self.events.append(event)
         self.wake()
 
+    def cancel(self) -> None:
+        """End what makes it, if it is being made."""
+        if self.running is not None:
+            self.running.cancel()
+
     def wake(self) -> None:
         """Wake those who follow."""
         self._told.set()
@@ -171,6 +176,30 @@ class Shelf(Generic[Value]):
         return next(name for name, one in self._places.items() if one.owner == busiest)
 
 
+class NoFolder:
+    """The place of responses on the disk, where there is none."""
+
+    def with_item(self, item_id: str, owner: str) -> str | None:
+        """Return the id of an owner's response that has an item."""
+        return None
+
+    async def read(self, response_id: str, owner: str) -> Kept | None:
+        """Return an owner's response; another's is not there for it, nor one that is over."""
+        return None
+
+    def write(self, kept: Kept) -> None:
+        """Write a response, after what is being written."""
+
+    def forget(self, response_id: str) -> None:
+        """Delete a response, if it is there."""
+
+    def sweep(self) -> None:
+        """Delete what is over."""
+
+    def close(self) -> None:
+        """Wait until all is written."""
+
+
 class KeptResponses:
     """Responses by id: in memory, and in a folder if there is one, which has those that have ended."""
 
@@ -178,7 +207,7 @@ class KeptResponses:
         self, most: int = MAX_KEPT, folder: ResponseFolder | None = None
     ) -> None:
         self._shelf: Shelf[Kept] = Shelf(most)
-        self._folder = folder
+        self._folder = folder or NoFolder()
         # those that are made in the background, whatever room there is
         self._running: dict[str, Kept] = {}
 
@@ -198,7 +227,7 @@ class KeptResponses:
         if held is not None and held.owner == owner:
             return held
         kept = self._shelf.get(response_id, owner)
-        if kept is not None or self._folder is None:
+        if kept is not None:
             return kept
         kept = await self._folder.read(response_id, owner)
         if kept is not None:
@@ -211,8 +240,6 @@ class KeptResponses:
             kept = place.value
             if place.owner == owner and (found := kept.item(item_id)):
                 return found
-        if self._folder is None:
-            return None
         response_id = self._folder.with_item(item_id, owner)
         if response_id is None:
             return None
@@ -224,29 +251,26 @@ class KeptResponses:
         whole = [kept.body, *kept.items, *kept.turns]
         kept.size = weight_of(whole) + sum(map(len, kept.events))
         self._shelf.put(kept.id, kept.owner, kept.size, kept)
-        if self._folder is not None and kept.has_answer:
+        if kept.has_answer:
             self._folder.write(kept)
 
     def forget(self, kept: Kept) -> None:
         """Let go of a response, if it is there."""
         self._running.pop(kept.id, None)
         self._shelf.pop(kept.id)
-        if self._folder is not None:
-            self._folder.forget(kept.id)
+        self._folder.forget(kept.id)
 
     async def sweep(self) -> None:
         """Delete what is over in the folder, now and then, until it is cancelled."""
-        while self._folder is not None:
+        while True:
             self._folder.sweep()
             await asyncio.sleep(SWEEP_SECONDS)
 
     def close(self) -> None:
         """End what runs in the background, and have the folder whole."""
         for kept in self._running.values():
-            if kept.running is not None:
-                kept.running.cancel()
-        if self._folder is not None:
-            self._folder.close()
+            kept.cancel()
+        self._folder.close()
 
 
 def weight_of(value: Any) -> int:
@@ -265,7 +289,7 @@ def weight_of(value: Any) -> int:
     return total
 
 
-class ResponseFolder:
+class ResponseFolder(NoFolder):
     """Responses that have ended, on the disk. One process has the folder at a time.
 
     A response is a file of two lines: what is needed to find it, then all of it. It is written beside its place, and
@@ -295,14 +319,12 @@ class ResponseFolder:
             self._take_in(path)
 
     def with_item(self, item_id: str, owner: str) -> str | None:
-        """Return the id of an owner's response that has an item."""
         for name, place in self._heads.all():
             if place.owner == owner and item_id in place.value.items:
                 return name
         return None
 
     async def read(self, response_id: str, owner: str) -> Kept | None:
-        """Return an owner's response; another's is not there for it, nor one that is over."""
         head = self._heads.get(response_id, owner)
         if head is None or head.expires_at <= time.time():
             return None
@@ -315,7 +337,6 @@ class ResponseFolder:
             return None
 
     def write(self, kept: Kept) -> None:
-        """Write a response, after what is being written."""
         head = Head(
             id=kept.id,
             owner=kept.owner,
@@ -332,14 +353,12 @@ class ResponseFolder:
         self._unlink(response_id)
 
     def sweep(self) -> None:
-        """Delete what is over."""
         now = time.time()
         for name, place in self._heads.all():
             if place.value.expires_at <= now:
                 self.forget(name)
 
     def close(self) -> None:
-        """Wait until all is written."""
         self._worker.shutdown()
         self._lock.release()
 

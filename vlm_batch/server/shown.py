@@ -88,8 +88,7 @@ def add_routes(app: FastAPI, core: Core) -> None:
     async def delete(response_id: str, request: HttpRequest) -> Response:
         """Forget a response, and end it if it is being made."""
         kept = await find(response_id, request)
-        if kept.running is not None:
-            kept.running.cancel()
+        kept.cancel()
         core.kept.forget(kept)
         gone = {"id": response_id, "object": "response.deleted", "deleted": True}
         return JsonResponse(gone)
