@@ -90,7 +90,7 @@ class ChosenPages(Source):
 
 @dataclass(frozen=True)
 class Enlarging:
-    """How a publisher shows its models small pages.
+    """A publisher's way to show its models small pages.
 
     Attributes:
         below: Pages of which both sides have fewer pixels are doubled.
