@@ -207,6 +207,25 @@ def test_slabs_are_attended_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         assert mx.allclose(found[at], alone_found, atol=1e-5).item()
 
 
+def test_a_slab_that_asks_for_a_kernel_has_numpy_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``few_bits="kernel"`` is what placement=slab takes; operations would take nine times as long there."""
+
+    def blocks(*given: Any) -> mx.array:
+        raise AssertionError("operations look codes up")
+
+    monkeypatch.setattr(turning, "_by_blocks", blocks)
+    slab = TurboCache(4).slab(1)
+    slab.few_bits = KERNEL
+    slab.resize(1)
+    slab.put(0, filled(4, 32, 32, (9,))[1])
+    one = mx.ones((1, 2, 1, 32))
+    mask = slab.make_mask(1)
+    found = attention(one, *slab.update_and_fetch(one, one), slab, 0.2, mask)
+    assert mx.isfinite(found).all().item()
+
+
 @pytest.mark.usefixtures("on_metal")
 def test_one_row_on_metal_goes_to_mlx_vlms_kernels(
     monkeypatch: pytest.MonkeyPatch,

@@ -137,7 +137,7 @@ def attend_step(asked: TurnedAttention, kernel: Kernel) -> mx.array:
     output = None
     if keys.by_kernel and sinks is None:
         output = _by_kernel(kernel, turned, keys, values, mask)
-    elif lookups.is_numpys():
+    if output is None and lookups.is_numpys():
         rows = range(len(queries))
         pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
         output = _by_numpy(turned, pairs, mask, extra)

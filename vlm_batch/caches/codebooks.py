@@ -83,7 +83,7 @@ def codes_of(directions: mx.array, book: Codebook) -> mx.array:
 # Packing --------------------------------------------------------------------------------------------------------------
 
 
-class Lane(NamedTuple):
+class CodeLane(NamedTuple):
     """An integer that holds some codes. A word of 32 bits, or the least whole bytes of eight codes."""
 
     bits: int  # of a code
@@ -103,14 +103,14 @@ class Lane(NamedTuple):
         return _shifts(self, step)
 
 
-def lane_of(bits: int) -> Lane:
+def lane_of(bits: int) -> CodeLane:
     if 32 % bits == 0:
-        return Lane(bits, 32 // bits, mx.uint32)
-    return Lane(bits, 8, mx.uint32 if 8 * bits <= 32 else mx.uint64)
+        return CodeLane(bits, 32 // bits, mx.uint32)
+    return CodeLane(bits, 8, mx.uint32 if 8 * bits <= 32 else mx.uint64)
 
 
 @lru_cache(maxsize=32)
-def _shifts(lane: Lane, step: int) -> mx.array:
+def _shifts(lane: CodeLane, step: int) -> mx.array:
     return mx.arange(0, lane.bits * lane.codes, lane.bits * step).astype(lane.dtype)
 
 
