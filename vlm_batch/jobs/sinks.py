@@ -174,7 +174,7 @@ def open_sink(
     if target == "-":
         return StandardOutput(line_of)
     if is_device(path):
-        return Device(path, line_of)
+        return DeviceSink(path, line_of)
     kind = BatchFile if form == BATCH else AnswerFile
     return kind(path, line_of)
 
@@ -207,7 +207,7 @@ class StandardOutput(Sink):
         sys.stdout.flush()
 
 
-class Device(Sink):
+class DeviceSink(Sink):
     """A device or a pipe: it takes JSON lines, holds none, and has nothing beside it."""
 
     def __init__(self, path: Path, line_of: LineOf) -> None:
@@ -245,7 +245,7 @@ class Device(Sink):
         self._held.close()
 
 
-class AnswerFile(Device):
+class AnswerFile(DeviceSink):
     """JSON lines in a file, with a header, a lock and stamps beside it."""
 
     def __init__(self, path: Path, line_of: LineOf) -> None:
