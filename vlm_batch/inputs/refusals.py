@@ -1,4 +1,4 @@
-"""How what goes wrong with a medium becomes its request's error."""
+"""Failures with a medium, made into the error of its request."""
 
 from __future__ import annotations
 

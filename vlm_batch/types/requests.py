@@ -112,6 +112,8 @@ class Request:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        right = f"one of {', '.join(DRAFTS)}"
+        demand(self.draft in DRAFTS, InvalidRequest, "draft", self.draft, right)
         check_fields(self, _RULES, InvalidRequest)
         put = partial(object.__setattr__, self)
         put("images", several(self.images))
@@ -151,7 +153,6 @@ def _is_name(value: Any) -> bool:
 
 
 _RULES = {
-    "draft": FieldRule(DRAFTS.__contains__, f"one of {', '.join(DRAFTS)}"),
     "priority": FieldRule(
         whole_within(-MAX_PRIORITY, MAX_PRIORITY),
         f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}",

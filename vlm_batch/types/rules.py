@@ -1,4 +1,4 @@
-"""What the fields of a record may be, as data."""
+"""Rules of the fields of a record, as data."""
 
 from __future__ import annotations
 
