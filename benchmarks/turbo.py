@@ -173,17 +173,17 @@ def _step_layer(
     """Return what a step of 8 rows makes, unevaluated."""
     own = KVCache() if kv is None else kv.empty()
     own.update_and_fetch(*_random((1, 8, 40, 128), 2))
-    layer = kind_of(own).batched(Placement.SLAB, 8)
+    layer: Any = kind_of(own).batched(Placement.SLAB, 8)
     layer.few_bits = KERNEL
     for place in range(8):
         layer.put(place, own)
     layer.resize(8)
 
     def step(queries: mx.array, keys: mx.array, values: mx.array) -> list[mx.array]:
-        states = layer.update_and_fetch(keys, values)
-        if not isinstance(states[0], turning.TurboStates):
+        all_keys, all_values = layer.update_and_fetch(keys, values)
+        if not isinstance(all_keys, turning.TurboStates):
             return list(layer.arrays())
-        asked = turning.TurnedAttention(queries, *states, 0.1, None, None)
+        asked = turning.TurnedAttention(queries, all_keys, all_values, 0.1, None, None)
         return [turning.attend_step(asked, lambda turned, *_: turned), *layer.arrays()]
 
     given = [*_random((8, 32, 1, 128), 1), *_random((8, 8, 1, 128), 2)]
@@ -202,8 +202,11 @@ def _chunk_layer(kv: KVQuantisation | None) -> list[mx.array]:
 
     def chunk() -> list[mx.array]:
         states = own.update_and_fetch(keys, values)
-        if isinstance(states[0], turning.TurboStates):
-            asked = turning.TurnedAttention(queries, *states, 0.1, "causal", None)
+        all_keys, all_values = states
+        if isinstance(all_keys, turning.TurboStates):
+            asked = turning.TurnedAttention(
+                queries, all_keys, all_values, 0.1, "causal", None
+            )
             return [turning.attend_prompt(asked, lambda *given: sum(given[1:3]))]
         if kv is None:
             return list(states)

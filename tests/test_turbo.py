@@ -222,7 +222,8 @@ def test_a_slab_that_asks_for_a_kernel_has_numpy_on_a_cpu(
     slab.put(0, filled(4, 32, 32, (9,))[1])
     one = mx.ones((1, 2, 1, 32))
     mask = slab.make_mask(1)
-    found = attention(one, *slab.update_and_fetch(one, one), slab, 0.2, mask)
+    keys, values = slab.update_and_fetch(one, one)
+    found = attention(one, keys, values, slab, 0.2, mask)
     assert mx.isfinite(found).all().item()
 
 
