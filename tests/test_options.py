@@ -176,6 +176,28 @@ def test_options_of_one_token_make_a_slab_no_larger(
     assert max(wanted) == 3
 
 
+def test_nobody_waits_for_their_next_token() -> None:
+    """So prompts beside them come in chunks as large as if nobody decoded."""
+    engine = BatchGenerator(
+        shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
+    )
+    options = [(5,) * 3 * POSITIONS_TOGETHER]
+    params = params_to_score(Request(token_ids=[1], options=options))
+    inputs = inputs_of("qwen2_vl", "text:1:9")
+    row = new_row("asked", Prompt(inputs=as_mlx(inputs)), params, given=inputs)
+    give_options(row, [OptionTokens(option, option) for option in options])
+    engine.rows.add(row)
+    while not row.has_ended and row not in engine.rows.batch.rows:
+        engine.step()
+    assert engine.rows.is_decoding
+    assert not engine.rows.is_heard
+    engine.insert("plain", as_mlx(inputs_of("qwen2_vl", "text:2:9")), PLAIN)
+    while not row.has_ended and len(engine.rows.batch) < 2:
+        engine.step()
+    assert not row.has_ended
+    assert engine.rows.is_heard
+
+
 def test_options_share_paths() -> None:
     """Each option lies on one path, but for its last token, and no path is a part of another."""
     random = np.random.default_rng(7)

@@ -157,7 +157,7 @@ class Planner:
             most_encoded=partial(
                 schedule.most_encoded,
                 self._policy,
-                is_decoding=self._rows.is_decoding,
+                is_decoding=self._rows.is_heard,
                 seconds=seconds,
                 has_encoded=has_encoded,
             ),
@@ -183,7 +183,7 @@ class Planner:
             budget = self._pace.beside_resting()
         else:
             budget = self._pace.budget(
-                self._rows.is_decoding,
+                self._rows.is_heard,
                 sum(row.length - row.done for row in rows),
                 max((row.waited for row in rows), default=0.0),
                 encoding,

@@ -66,6 +66,14 @@ class Rows:
         return any(row.is_untold for row in self.ledger.at(Stage.LAST))
 
     @property
+    def is_heard(self) -> bool:
+        """Whether somebody waits for the next token of a row. Options are told once all are scored."""
+        if not self.is_decoding:
+            return False
+        rows = self.ledger.tuple_at(Stage.DECODE, Stage.READY, Stage.LAST)
+        return any(row.asked is None for row in rows)
+
+    @property
     def num_pending(self) -> int:
         """Prompt tokens left of rows with places."""
         return sum(
