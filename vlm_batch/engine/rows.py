@@ -160,7 +160,7 @@ class Rows:
         size = row.facts.vocabulary or logits.shape[-1]
         check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
-        siblings = fork(row)
+        siblings = fork(row) if row.siblings else []
         for sibling in siblings:
             self.ledger.add(sibling, Stage.READY)
         self.ledger.move(row, Stage.READY)
