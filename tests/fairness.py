@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_batch import Result, SamplingParams, VLMBatcher, assets
+from vlm_batch.engine.memory import RowMemory
 
 PICTURES = Path(__file__).parent.parent / "fixtures" / "images"
 #: Requests that are read ahead of the batch, and that may therefore go in another order than they came.
@@ -44,9 +45,11 @@ def asked(number: int) -> dict[str, Any]:
 def oversubscribe(requests: int, fit: int) -> tuple[list[Waited], int, float]:
     """All at once where ``fit`` rows fit into memory: (the waits in line, the most rows at a time, seconds in all)."""
     model = assets.default_checkpoint()
-    with VLMBatcher(model) as own:
+    with VLMBatcher(model, max_bytes=2**40) as own:
+        memory = own._loop.generator.memory
+        assert isinstance(memory, RowMemory)
         # all rows have fewer tokens than are allocated at a time
-        row = own._loop.generator.memory.of(100)
+        row = memory.of(100)
     with VLMBatcher(
         model,
         max_rows=4 * fit,

@@ -31,6 +31,7 @@ from vlm_batch.caches.drafted import Square
 from vlm_batch.caches.recurrent import After
 from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
+from vlm_batch.engine.constraints import NO_GUIDE
 from vlm_batch.engine.drafter import COMMON_WEIGHT, Acceptance, Drafter
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.earlier import EarlierText, behinds, common
@@ -459,16 +460,16 @@ def test_what_stood_behind_the_last_words() -> None:
         EarlierText(bytes(text(1, 2, 3, 4, 5)), text(9, 9, 9, 7, 7)), Acceptance()
     )
     for token in (1, 2, 3):
-        drafter.add(token, None)
+        drafter.add(token, NO_GUIDE)
     assert drafter.proposed[:2] == (4, 5)
-    drafter.add(4, None)
+    drafter.add(4, NO_GUIDE)
     assert drafter.proposed[0] == 5 and drafter.rates["text"] > 0.5
     for token in (9, 9, 9):
-        drafter.add(token, None)
+        drafter.add(token, NO_GUIDE)
     assert drafter.proposed[:2] == (7, 7)
     earlier = EarlierText(bytes(text(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2)), text())
     drafter = Drafter(earlier, Acceptance())
-    drafter.add(3, None)
+    drafter.add(3, NO_GUIDE)
     assert drafter.proposed == (4,)  # what followed, as far as it was the same
     assert earlier.propose(3, [8, 1, 2, 3]) == ()
     assert earlier.propose(3, [4, 6, 1]) == (2, 3, 4)

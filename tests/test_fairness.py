@@ -13,6 +13,7 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.engine import rows
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.row import Prompt, Stage, new_row
 from vlm_batch.engine.several import Several
 from vlm_batch.records import Terms
@@ -240,6 +241,7 @@ def test_further_answers_and_who_waits_for_their_memory_do_not_wait_for_each_oth
     ask(known, "a", 1, 1)
     while known.has_work:
         known.step()
+    assert isinstance(known.memory, RowMemory)
     engine = generator(int(1.5 * known.memory.of(32)))
     ask(engine, "several", 1, 3)
     engine.step()

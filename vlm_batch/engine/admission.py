@@ -187,9 +187,11 @@ class Admission:
         end_ids = row.answer.rules.end_ids
         row.answer.rules = RowRules(end_ids, prepared.bad_words)
         give_options(row, prepared.options)
-        row.answer.guide = Guide.of(
-            row.params, prepared.form, prepared.thinking, end_ids
-        )
+        is_guided = prepared.form is not None
+        if is_guided or row.params.thinking_budget is not None:
+            row.answer.guide = Guide.of(
+                row.params, prepared.form, prepared.thinking, end_ids
+            )
         row.prompt.inputs, row.given = prepared.inputs, prepared.kept or {}
         self._memory.check_length(row.prompt.inputs["input_ids"].shape[-1])
         if loading.known_nbytes is None:

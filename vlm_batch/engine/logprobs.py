@@ -145,9 +145,9 @@ class NoScores:
         """Return whether a value is no number."""
         return False
 
-    def told(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Return each position's value, if they are asked for."""
-        return None
+    def read(self) -> tuple[TokenLogprobs | None, ...]:
+        """Return each position's value."""
+        return ()
 
 
 NO_SCORES = NoScores()
@@ -211,9 +211,6 @@ class PromptScores(NoScores):
     def has_nan(self) -> bool:
         values = [one.logprob for one in self.read() if one is not None]
         return any(map(math.isnan, values))
-
-    def told(self) -> tuple[TokenLogprobs | None, ...]:
-        return self.read()
 
     def read(self) -> tuple[TokenLogprobs | None, ...]:
         if self._read is not None:

@@ -454,10 +454,11 @@ class Row:
         self, reason: FinishReason
     ) -> tuple[TokenLogprobs | None, ...] | None:
         """Return the prompt's log-probabilities, if they are asked for and all are there."""
-        is_prefilled = reason == "length" or bool(self.answer.token_ids)
-        if reason == "error" or not is_prefilled:
+        scores = self.answer.prompt_scores
+        if not scores.are_asked or reason == "error":
             return None
-        return self.answer.prompt_scores.told()
+        is_prefilled = reason == "length" or bool(self.answer.token_ids)
+        return scores.read() if is_prefilled else None
 
     def clear(self) -> None:
         """Drop all but the id: launched work may hold the row."""

@@ -168,11 +168,12 @@ class Rows:
         size = row.facts.vocabulary or logits.shape[-1]
         check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
-        if row.asked is None:
-            siblings = fork(row)
-        else:
+        siblings: list[Row] = []
+        if row.asked is not None:
             siblings = begin_options(row, logits.shape[-1])
             self.ledger.asked[row.client] += len(siblings)
+        elif row.siblings:
+            siblings = fork(row)
         for sibling in siblings:
             self.ledger.add(sibling, Stage.READY)
         self.ledger.move(row, Stage.READY)
