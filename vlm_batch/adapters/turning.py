@@ -47,7 +47,7 @@ Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
 
 
 class TurnedAttention(NamedTuple):
-    """What is asked of attention over codes, as ``attention`` has it."""
+    """Arguments of attention over codes, as ``attention`` has them."""
 
     queries: mx.array  # (B, H, L, D)
     keys: TurboStates

@@ -1,4 +1,4 @@
-"""What the kernels of ``few_bits.cu`` share, whatever the codes: attention of one query a row over spans of columns."""
+"""Attention of one query a row over spans of columns, which the kernels of ``few_bits.cu`` share, whatever the codes."""
 
 from __future__ import annotations
 
