@@ -20,7 +20,7 @@ TYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
 class MaskForm(NamedTuple):
-    """The form of a mask, for which a kernel is built (B or 1, 1, 1, C), bool or additive."""
+    """The form of a mask (B or 1, 1, 1, C), bool or additive, for which a kernel is built."""
 
     dtype: mx.Dtype | None  # None: there is none
     is_by_row: bool  # whether each row has its own
