@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,9 @@ from tests.zoo import family as tiny_family
 from tests.zoo._oracle import generate_alone
 from vlm_batch.adapters import turning
 from vlm_batch.adapters.attention import attention
+from vlm_batch.adapters.cuda import coding
 from vlm_batch.adapters.cuda import turning as cuda
+from vlm_batch.adapters.cuda.launches import Launch
 from vlm_batch.adapters.cuda.spans import MaskForm
 from vlm_batch.adapters.cuda.turning import TurnedBuild
 from vlm_batch.caches import Placement, lookups, turbo
@@ -151,6 +154,64 @@ def test_the_kernel_is_attention(one: TurnedBuild) -> None:
     """Over rows of one span and of several, with NaN behind each of them."""
     assert cuda.is_served(one)
     assert cuda.farthest(one, emulated.run, lengths=(300, 1, 128), columns=320) < 2e-5
+
+
+CODINGS = {
+    "4 bits": (4, 64, mx.float32),
+    "3.5 bits, bfloat16": (3.5, 128, mx.bfloat16),
+    "2.5 bits": (2.5, 32, mx.float32),
+    "6.5 bits, float16": (6.5, 256, mx.float16),
+    "8 bits": (8, 64, mx.float32),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("bits", "depth", "dtype"), CODINGS.values(), ids=CODINGS)
+def test_the_kernels_code_and_turn(bits: float, depth: int, dtype: mx.Dtype) -> None:
+    """As operations do, but for numbers that rounding carries over a bound."""
+    layouts = TurboCache(bits).layouts(depth, depth)
+    build = coding.CodeBuild(*layouts, (3, 3), dtype)
+    assert coding.is_served(build)
+    assert coding.farthest(build, emulated.run) < coding.TOLERANCE
+    for layout in layouts:
+        off = coding.farthest_turned(layout, dtype, emulated.run)
+        assert off < coding.TOLERANCE
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 3.5])
+def test_a_step_whose_kernels_code_and_turn(
+    bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: three launches beside attention's, and what operations answer."""
+    launched: list[str] = []
+
+    def run(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+        launched.append(launch.kernel.name.split("_")[1])
+        return emulated.run(launch, [mx.contiguous(array) for array in arrays])
+
+    def answer(where: Device) -> mx.array:
+        monkeypatch.setattr(coding, "device", lambda: where)
+        mx.random.seed(5)
+        slab = TurboCache(bits).slab(2)
+        slab.resize(2)
+        for place in range(2):
+            slab.put(place, filled(bits, 32, 32, (20 + place,), seed=place)[1])
+        for _ in range(2):  # the first is tried before
+            launched.clear()
+            queries = mx.random.normal((2, 4, 1, 32))
+            new = [mx.random.normal((2, 2, 1, 32)) for _ in range(2)]
+            mask = slab.make_mask(1)
+            keys, values = slab.update_and_fetch(*new)
+            found = attention(queries, keys, values, slab, 0.2, mask)
+        return found
+
+    monkeypatch.setattr(coding, "on_device", run)
+    by_kernels = answer(Device.CUDA)
+    assert launched == ["code", "turn", "turn"]
+    right = answer(Device.CPU)
+    assert not launched
+    assert mx.allclose(by_kernels, right, rtol=0, atol=1e-5).item()
 
 
 @needs_compiler

@@ -60,7 +60,7 @@ def run(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
     )
     assert is_even, "some threads of a block ended while others stood at a barrier"
     return [
-        mx.array(output).view(dtype) if dtype.size == 2 else mx.array(output)
+        mx.array(output).view(dtype)
         for output, dtype in zip(outputs, call.dtypes, strict=True)
     ]
 

@@ -16,7 +16,7 @@ from mlx_vlm.models import activations
 from mlx_vlm.models.base import ensure_fused_sdpa
 
 from vlm_batch.adapters import by_numpy, powers, turning
-from vlm_batch.adapters.cuda import compiling, delta, few_bits, fused, plans
+from vlm_batch.adapters.cuda import coding, compiling, delta, few_bits, fused, plans
 from vlm_batch.adapters.cuda import turning as cuda_turning
 from vlm_batch.adapters.cuda import windows as cuda_windows
 from vlm_batch.adapters.cuda.convolution import ShortConvolution, embed_patches
@@ -27,12 +27,15 @@ from vlm_batch.adapters.masks import attend_groups, is_groupable
 from vlm_batch.adapters.packed import DequantisedEmbedding, DequantisedLinear
 from vlm_batch.adapters.powers import takes_powers
 from vlm_batch.adapters.runs import Run
+from vlm_batch.caches import turbo
 from vlm_batch.caches.quantized import (
     QuantizedStates,
     SlabStates,
     attend_quantized,
 )
 from vlm_batch.runtime.device import Device, device
+
+turbo.by_kernel = coding.code_where_right
 
 #: mlx-vlm's own function, kept before any hook.
 SWIGLU = activations.swiglu
@@ -174,7 +177,12 @@ def attend_turned(*terms: Any) -> mx.array:
         return mx.concatenate([attend_turned(*one) for one in asked.rows()])
     if length > 1:
         return turning.attend_prompt(asked, attend)
-    return turning.attend_step(asked, cuda_turning.attend_where_right)
+    return turning.attend_step(
+        asked,
+        cuda_turning.attend_where_right,
+        coding.turn_where_right,
+        coding.turn_back_where_right,
+    )
 
 
 def attend_turned_rows(*terms: Any) -> mx.array | None:

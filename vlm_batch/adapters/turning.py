@@ -40,10 +40,18 @@ HIDDEN = np.finfo(np.float32).min
 Kernel: TypeAlias = Callable[
     [mx.array, TurboStates, TurboStates, mx.array | None], mx.array | None
 ]
+#: Rotates scaled vectors (B, H, 1, D) in one launch: (vectors, layout, scale) -> float32; None where it cannot.
+Turn: TypeAlias = Callable[[mx.array, TurboLayout, float], mx.array | None]
+#: Undoes it: (vectors, layout, dtype) -> vectors; None where it cannot.
+TurnBack: TypeAlias = Callable[[mx.array, TurboLayout, mx.Dtype], mx.array | None]
 #: One row's keys and values.
 Pair: TypeAlias = tuple[TurboStates, TurboStates]
 #: Attention over arrays: (queries, keys, values, scale, mask) -> output.
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
+
+
+def _cannot(*_: Any) -> None:
+    """Leave it to operations."""
 
 
 class TurnedAttention(NamedTuple):
@@ -78,15 +86,22 @@ class TurnedAttention(NamedTuple):
         heads, groups = self.queries.shape[1], self.keys.shape[1]
         return groups, heads // groups
 
-    def turned(self) -> mx.array:
+    def turned(self, turn: Turn = _cannot) -> mx.array:
         """Return one scaled query a row, rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
         batch, _, _, depth = self.queries.shape
+        found = turn(self.queries, self.keys.layout, self.scale)
+        if found is not None:
+            return found.reshape(batch, *self.groups, depth)
         apart = self.queries.reshape(batch, *self.groups, depth)
         return self.keys.layout.rotated(apart, self.scale)
 
-    def turned_back(self, output: mx.array) -> mx.array:
+    def turned_back(self, output: mx.array, turn_back: TurnBack = _cannot) -> mx.array:
         """Return the output (B, G, R, D_v) of one query a row as it is without a rotation: (B, H, 1, D_v)."""
         batch, heads, _, _ = self.queries.shape
+        apart = output.reshape(batch, heads, 1, output.shape[3])
+        found = turn_back(apart, self.values.layout, self.queries.dtype)
+        if found is not None:
+            return found
         restored = self.values.layout.restored(output)
         return restored.reshape(batch, heads, 1, -1).astype(self.queries.dtype)
 
@@ -123,17 +138,24 @@ def attend_prompt(asked: TurnedAttention, attend: Attend) -> mx.array:
     return values.layout.restored(output.astype(mx.float32)).astype(dtype)
 
 
-def attend_step(asked: TurnedAttention, kernel: Kernel) -> mx.array:
+def attend_step(
+    asked: TurnedAttention,
+    kernel: Kernel,
+    turn: Turn = _cannot,
+    turn_back: TurnBack = _cannot,
+) -> mx.array:
     """Attend with one query a row.
 
     Args:
         asked: With queries (B, H, 1, D).
         kernel: Attends if ``keys.by_kernel``, where it can.
+        turn: Rotates queries, where it can.
+        turn_back: Turns the output back, where it can.
     """
     queries, keys, values, _, _, sinks = asked
     if _takes_upstreams(asked):
         return _by_upstream(asked)
-    turned, mask, extra = asked.turned(), asked.by_group(), asked.sinks_by_group()
+    turned, mask, extra = asked.turned(turn), asked.by_group(), asked.sinks_by_group()
     output = None
     if keys.by_kernel and sinks is None:
         output = _by_kernel(kernel, turned, keys, values, mask)
@@ -143,7 +165,7 @@ def attend_step(asked: TurnedAttention, kernel: Kernel) -> mx.array:
         output = _by_numpy(turned, pairs, mask, extra)
     if output is None:
         output = _by_blocks(turned, keys, values, mask, extra, queries.dtype)
-    return asked.turned_back(output)
+    return asked.turned_back(output, turn_back)
 
 
 # By kernels -----------------------------------------------------------------------------------------------------------

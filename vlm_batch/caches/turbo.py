@@ -22,6 +22,18 @@ MOST_NORM = 65504.0
 LEAST_NORM = 1e-6
 
 
+#: Codes keys and values of one width: (layout, layout, keys, values) -> norms, and codes in one array or two; or None.
+Coder = Callable[[Any, Any, mx.array, mx.array], "list[mx.array] | None"]
+
+
+def _cannot(*_: Any) -> None:
+    """Leave it to operations."""
+
+
+#: A kernel that codes, where there is one. Adapters set it.
+by_kernel: Coder = _cannot
+
+
 class TurboLayout(NamedTuple):
     """The code of vectors of ``depth`` numbers."""
 
@@ -82,6 +94,13 @@ class TurboLayout(NamedTuple):
             halves = (slice(heads), slice(heads, None))
             own, others = ([part[:, at] for part in both] for at in halves)
             return self.states(own), other.states(others)
+        found = by_kernel(self, other, keys, values)
+        if found is not None:
+            norms, own_codes, codes = found
+            return (
+                TurboStates(norms[:, :heads], own_codes, self),
+                TurboStates(norms[:, heads:], codes, other),
+            )
         norms, directions = self._directions(other, keys, values)
         return (
             TurboStates(norms[:, :heads], self._packed(directions[:, :heads]), self),
@@ -96,6 +115,9 @@ class TurboLayout(NamedTuple):
         self, other: TurboLayout, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, ...]:
         """Return the parts of keys, and behind them of values, as heads."""
+        found = by_kernel(self, other, keys, values)
+        if found is not None:
+            return tuple(found)
         norms, directions = self._directions(other, keys, values)
         return (norms, self._packed(directions))
 

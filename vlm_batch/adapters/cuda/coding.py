@@ -1,0 +1,301 @@
+"""TurboQuant's rotations and codes on CUDA (``turbo.cu``): one launch where operations take a dozen.
+
+A vector's codes depend on that vector alone. They are those of operations, but for numbers that rounding carries over a bound.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from vlm_batch.adapters.cuda.launches import (
+    Kernel,
+    Launch,
+    Run,
+    is_right,
+    kernel,
+    on_device,
+)
+from vlm_batch.adapters.cuda.spans import TYPES
+from vlm_batch.caches.turbo import TurboLayout
+from vlm_batch.runtime.device import Device, device
+
+#: Numbers of a vector, a thread for each.
+NARROWEST, WIDEST = 32, 256
+#: How far rounding may carry a direction's number over a bound.
+TOLERANCE = 1e-5
+#: How far a norm may be rounded, as a share of it: float16 has ten digits.
+OF_NORM = 2.0**-10
+
+_CODE = """
+  constexpr int HEADS = HEADS_K + HEADS_V, BOUNDS_K = (1 << BITS_K) - 1;
+  constexpr int WIDTH_K = (DEPTH * BITS_K + 31) / 32, WIDTH_V = (DEPTH * BITS_V + 31) / 32;
+  const int column = blockIdx.y, columns = gridDim.y;
+  const long long head = blockIdx.x, row = blockIdx.z;
+  const long long at = (row * HEADS + head) * columns + column;
+  if (head < HEADS_K) {
+    const T* vector = keys + row * keys_strides[0] + head * keys_strides[1] + column * keys_strides[2];
+    const long long own = IS_STACKED ? at : (row * HEADS_K + head) * columns + column;
+    turbo::code<T, S, DEPTH, BITS_K>(vector, keys_strides[3], signs, bounds, norms + at, codes + own * WIDTH_K);
+  } else {
+    const long long other = head - HEADS_K;
+    const T* vector = values + row * values_strides[0] + other * values_strides[1] + column * values_strides[2];
+    const long long own = IS_STACKED ? at : (row * HEADS_V + other) * columns + column;
+    unsigned int* words = IS_STACKED ? codes : others;
+    turbo::code<T, S, DEPTH, BITS_V>(
+        vector, values_strides[3], signs + DEPTH, bounds + BOUNDS_K, norms + at, words + own * WIDTH_V);
+  }
+"""
+_TURN = """
+  const long long head = blockIdx.x, row = blockIdx.y;
+  const T* vector = vectors + row * vectors_strides[0] + head * vectors_strides[1];
+  turbo::turn<T, O, DEPTH, IS_BACK>(
+      vector, vectors_strides[3], signs, scale[0], out + (row * gridDim.x + head) * DEPTH);
+"""
+
+
+@lru_cache(maxsize=1)
+def code_kernel() -> Kernel:
+    inputs = ("keys", "values", "signs", "bounds")
+    return kernel("turbo", "code", inputs, ("norms", "codes", "others"), _CODE)
+
+
+@lru_cache(maxsize=1)
+def turn_kernel() -> Kernel:
+    return kernel("turbo", "turn", ("vectors", "signs", "scale"), ("out",), _TURN)
+
+
+class CodeBuild(NamedTuple):
+    """The facts that a kernel is built for."""
+
+    keys: TurboLayout
+    values: TurboLayout
+    heads: tuple[int, int]  # of keys, of values
+    dtype: mx.Dtype
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.keys.is_stackable(self.values)
+
+
+@lru_cache(maxsize=256)
+def code_launch(build: CodeBuild, rows: int, columns: int) -> Launch:
+    keys, values, heads = build.keys, build.values, sum(build.heads)
+    template = {
+        "T": build.dtype,
+        "S": mx.float16,
+        "DEPTH": keys.depth,
+        "BITS_K": keys.bits,
+        "BITS_V": values.bits,
+        "HEADS_K": build.heads[0],
+        "HEADS_V": build.heads[1],
+        "IS_STACKED": build.is_stacked,
+    }
+    codes = (rows, build.heads[0], columns, keys.width)
+    others: tuple[int, ...] = (rows, build.heads[1], columns, values.width)
+    if build.is_stacked:
+        codes, others = (rows, heads, columns, keys.width), (1,)
+    return Launch(
+        code_kernel(),
+        tuple(template.items()),
+        (keys.depth * heads, columns, rows),
+        (keys.depth, 1, 1),
+        ((rows, heads, columns, 1), codes, others),
+        (mx.float16, mx.uint32, mx.uint32),
+    )
+
+
+@lru_cache(maxsize=256)
+def turn_launch(
+    layout: TurboLayout, rows: int, heads: int, dtype: mx.Dtype, out: mx.Dtype | None
+) -> Launch:
+    """Return the launch that turns, or one that turns back to a type."""
+    template = {
+        "T": dtype,
+        "O": out or mx.float32,
+        "DEPTH": layout.depth,
+        "IS_BACK": out is not None,
+    }
+    return Launch(
+        turn_kernel(),
+        tuple(template.items()),
+        (layout.depth * heads, rows, 1),
+        (layout.depth, 1, 1),
+        ((rows, heads, 1, layout.depth),),
+        (out or mx.float32,),
+    )
+
+
+@lru_cache(maxsize=16)
+def _signs(*layouts: TurboLayout) -> mx.array:
+    return mx.concatenate([layout.turn for layout in layouts])
+
+
+@lru_cache(maxsize=16)
+def _bounds(keys: TurboLayout, values: TurboLayout) -> mx.array:
+    return mx.concatenate([keys.book.between, values.book.between])
+
+
+@lru_cache(maxsize=16)
+def _scale(scale: float) -> mx.array:
+    return mx.array([scale], mx.float32)
+
+
+def code(
+    build: CodeBuild, keys: mx.array, values: mx.array, run: Run
+) -> list[mx.array]:
+    """Code keys and values (B, H, L, D).
+
+    Returns:
+        Norms (B, H, L, 1) of keys and of values behind them, and their codes likewise; in two arrays where they differ.
+    """
+    launch = code_launch(build, keys.shape[0], keys.shape[2])
+    signs, bounds = (
+        _signs(build.keys, build.values),
+        _bounds(build.keys, build.values),
+    )
+    norms, codes, others = run(launch, [keys, values, signs, bounds])
+    return [norms, codes] if build.is_stacked else [norms, codes, others]
+
+
+def turn(vectors: mx.array, layout: TurboLayout, scale: float, run: Run) -> mx.array:
+    """Rotate (B, H, 1, D) times ``scale``: float32."""
+    rows, heads, _, _ = vectors.shape
+    launch = turn_launch(layout, rows, heads, vectors.dtype, None)
+    return run(launch, [vectors, _signs(layout), _scale(scale)])[0]
+
+
+def turn_back(
+    vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype, run: Run
+) -> mx.array:
+    """Undo a rotation of (B, H, 1, D) in float32, to a type."""
+    rows, heads, _, _ = vectors.shape
+    launch = turn_launch(layout, rows, heads, vectors.dtype, dtype)
+    return run(launch, [vectors, _signs(layout), _scale(1.0)])[0]
+
+
+def code_where_right(
+    keys_by: TurboLayout, values_by: TurboLayout, keys: mx.array, values: mx.array
+) -> list[mx.array] | None:
+    """Run ``code`` if the kernel supports these arrays accurately here, else return None."""
+    if device() is not Device.CUDA:
+        return None
+    heads = (keys.shape[1], values.shape[1])
+    build = CodeBuild(keys_by, values_by, heads, keys.dtype)
+    if not is_served(build) or values.dtype != keys.dtype or not _is_right(build):
+        return None
+    return code(build, keys, values, on_device)
+
+
+def turn_where_right(
+    vectors: mx.array, layout: TurboLayout, scale: float
+) -> mx.array | None:
+    """Run ``turn`` if the kernel supports these arrays accurately here, else return None."""
+    if not _turns(vectors, layout):
+        return None
+    return turn(vectors, layout, scale, on_device)
+
+
+def turn_back_where_right(
+    vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype
+) -> mx.array | None:
+    """Run ``turn_back`` if the kernel supports these arrays accurately here, else return None."""
+    if dtype not in TYPES or not _turns(vectors, layout):
+        return None
+    return turn_back(vectors, layout, dtype, on_device)
+
+
+def _turns(vectors: mx.array, layout: TurboLayout) -> bool:
+    if device() is not Device.CUDA or vectors.dtype not in TYPES:
+        return False
+    return _has_depth(layout) and _turns_right(layout, vectors.dtype)
+
+
+@lru_cache(maxsize=64)
+def is_served(build: CodeBuild) -> bool:
+    """Whether the kernel is written for a build."""
+    needs = (
+        _has_depth(build.keys),
+        build.keys.depth == build.values.depth,
+        build.dtype in TYPES,
+    )
+    return all(needs)
+
+
+def _has_depth(layout: TurboLayout) -> bool:
+    return layout.turn.ndim == 1 and NARROWEST <= layout.depth <= WIDEST
+
+
+@lru_cache(maxsize=64)
+def _is_right(build: CodeBuild) -> bool:
+    return is_right(
+        lambda: farthest(build, on_device),
+        TOLERANCE,
+        "TurboQuant's codes are found by operations: the kernel that codes",
+    )
+
+
+@lru_cache(maxsize=64)
+def _turns_right(layout: TurboLayout, dtype: mx.Dtype) -> bool:
+    return is_right(
+        lambda: farthest_turned(layout, dtype, on_device),
+        TOLERANCE,
+        "TurboQuant's queries are turned by operations: the kernel that turns",
+    )
+
+
+def farthest(build: CodeBuild, run: Run, columns: int = 3, seed: int = 0) -> float:
+    """Return how far a direction's number is at most beyond the bounds of its code, over random keys and values.
+
+    More than that where a norm is another.
+    """
+    random = np.random.RandomState(seed)
+    depth, (heads, others) = build.keys.depth, build.heads
+    given = [
+        mx.array(random.standard_normal((2, count, columns, depth)) * 3).astype(
+            build.dtype
+        )
+        for count in (heads, others)
+    ]
+    keys, values = given
+    parts = code(build, keys, values, run)
+    norms, words = parts[0], parts[1:]
+    if build.is_stacked:
+        words = [words[0][:, :heads], words[0][:, heads:]]
+    errors: list[float] = []
+    for vectors, layout, codes, own in zip(
+        given,
+        (build.keys, build.values),
+        words,
+        (norms[:, :heads], norms[:, heads:]),
+        strict=True,
+    ):
+        wide = vectors.astype(mx.float32)
+        right = mx.linalg.norm(wide, axis=-1, keepdims=True)
+        numbers = np.array(layout.rotated(wide / right))
+        found = np.array(layout.states([own, codes]).directions())
+        book = layout.book
+        code_found = np.searchsorted(book.numbers, found)
+        low = np.append(-np.float32(np.inf), book.bounds)[code_found]
+        errors.append(
+            float(np.maximum(low - numbers, numbers - book.bounds[code_found]).max())
+        )
+        off = mx.abs(own.astype(mx.float32) - right) / right
+        errors.append(float(off.max()) - OF_NORM)
+    return max(errors)
+
+
+def farthest_turned(
+    layout: TurboLayout, dtype: mx.Dtype, run: Run, seed: int = 0
+) -> float:
+    """Return the largest error of a number that is turned, and of one that is turned back, as shares of their size."""
+    random = np.random.RandomState(seed)
+    vectors = mx.array(random.standard_normal((2, 3, 1, layout.depth))).astype(dtype)
+    turned = turn(vectors, layout, 0.25, run)
+    there = mx.abs(turned - layout.rotated(vectors, 0.25)).max()
+    back = turn_back(turned, layout, mx.float32, run)
+    home = mx.abs(back - layout.restored(turned)).max()
+    return max(float(there), float(home))
