@@ -35,7 +35,7 @@ from vlm_batch.caches.quantized import (
 )
 from vlm_batch.runtime.device import Device, device
 
-turbo.by_kernel = coding.code_where_right
+turbo.code_by_kernel = coding.code_where_right
 
 #: mlx-vlm's own function, kept before any hook.
 SWIGLU = activations.swiglu

@@ -31,7 +31,7 @@ def _cannot(*_: Any) -> None:
 
 
 #: A kernel that codes, where there is one. Adapters set it.
-by_kernel: Coder = _cannot
+code_by_kernel: Coder = _cannot
 
 
 class TurboLayout(NamedTuple):
@@ -94,7 +94,7 @@ class TurboLayout(NamedTuple):
             halves = (slice(heads), slice(heads, None))
             own, others = ([part[:, at] for part in both] for at in halves)
             return self.states(own), other.states(others)
-        found = by_kernel(self, other, keys, values)
+        found = code_by_kernel(self, other, keys, values)
         if found is not None:
             norms, own_codes, codes = found
             return (
@@ -115,7 +115,7 @@ class TurboLayout(NamedTuple):
         self, other: TurboLayout, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, ...]:
         """Return the parts of keys, and behind them of values, as heads."""
-        found = by_kernel(self, other, keys, values)
+        found = code_by_kernel(self, other, keys, values)
         if found is not None:
             return tuple(found)
         norms, directions = self._directions(other, keys, values)
