@@ -23,7 +23,9 @@ def clients() -> str:
     written = " and ".join(
         SOURCE.sub("", name) for name in names if SOURCE.search(name)
     )
-    return f"{CLIENTS_HEAD}{recorded}. Those of {written} were written from its source.\n"
+    return (
+        f"{CLIENTS_HEAD}{recorded}. Those of {written} were written from its source.\n"
+    )
 
 
 def tokens() -> str:
