@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.test_clients import DATA
 from vlm_batch import families
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
-CLIENTS_HEAD = "The requests are those of "
+CLIENTS_HEAD = "The requests were recorded from "
+#: In a client's name: the files of its source from which its requests are written.
+SOURCE = re.compile(r" \(from [^)]*\)")
 TOKENS_HEAD = "| family | token |\n|---|---|\n"
 
 
 def clients() -> str:
     files = sorted(DATA.glob("*.json"))
     names = [json.loads(file.read_text(encoding="utf-8"))["client"] for file in files]
-    return CLIENTS_HEAD + ", ".join(names) + ".\n"
+    recorded = ", ".join(name for name in names if not SOURCE.search(name))
+    written = " and ".join(
+        SOURCE.sub("", name) for name in names if SOURCE.search(name)
+    )
+    return (
+        f"{CLIENTS_HEAD}{recorded}. Those of {written} were written from its source.\n"
+    )
 
 
 def tokens() -> str:

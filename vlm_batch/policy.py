@@ -169,7 +169,7 @@ class Policy:
         check=seconds_option,
     )
     stretch: int = _setting(
-        "times token_gap that a step takes at most while a prompt has waited long",
+        "the longest step, in times of token_gap, while a prompt has waited long",
         (2, _TARGETS),
         (
             1,
@@ -217,7 +217,7 @@ class Policy:
         check=_AT_LEAST_0,
     )
     short_rows: int = _setting(
-        "tokens up to which rows of like length lie in one array in the layout rows, too; 0: never",
+        "in the layout rows: tokens up to which rows of like length share one array; 0: never",
         (1024, "assumed; up to 240 measured: docs/log.md, settings that were measured"),
         (0, "takes no part: all rows do"),
         check=_AT_LEAST_0,

@@ -106,7 +106,7 @@ REFUSED: Mapping[str, str] = {
     "n_cmpl": "use n",
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
-    "prediction": "answers are not speculated",
+    "prediction": "tokens are drafted from forms and earlier text",
     "prompt_cache_retention": "prefixes are kept as long as they fit",
     "repeat_last_n": "use repetition_context_size",
     "repeat_penalty": "use repetition_penalty",
