@@ -16,7 +16,11 @@ from tests import read_page
 from vlm_batch.cli import main as cli
 from vlm_batch.inputs.documents import load_page
 from vlm_batch.jobs.boxes import BOX_FORMS, Size
+from vlm_batch.jobs.documents import PAGES
+from vlm_batch.jobs.pages import EnlargedPages, Enlarging
 from vlm_batch.jobs.publishers import PUBLISHERS
+from vlm_batch.jobs.questions import Item
+from vlm_batch.jobs.sources import Files
 from vlm_batch.types import Request, Result
 
 #: A page's blocks as parts of its width and height: a title, two columns, a footer at the very edge.
@@ -310,6 +314,22 @@ def test_pages_are_doubled_for_spotting_alone_and_large_ones_stay(pdf: str) -> N
     assert batcher.bounds == bounds  # the command line's are the batcher's
     # a run with other sizes is not gone on with
     assert read(batcher, model, "--dpi", "72", "--boxes", "--resume") == 2
+
+
+def test_a_page_over_the_command_lines_limit_fails_and_what_is_no_picture_stays(
+    pdf: str,
+) -> None:
+    batcher, model = Boxes(paddle), FAMILIES["paddleocrvl"][0]
+    load_page("page.pdf", 0, dpi=20).save("page.png")
+    say = ("--boxes", "--overwrite", "--max-image-pixels")
+    assert read(batcher, model, *say, "10k", paths=("page.png",)) == 1
+    (line,) = Path("out", PAGES).read_text().splitlines()
+    assert "200 x 280 = 56,000 pixels; at most 10,000" in json.loads(line)["error"]
+    assert read(batcher, model, *say, "none", paths=("page.png",)) == 0
+    film = EnlargedPages(Files(("film.mp4",)), Enlarging(1500, None))
+    (row,) = film.rows()
+    request = Item(row.id, row, prompt="Spotting:").request()
+    assert [video.source for video in request.videos] == ["film.mp4"]
 
 
 def test_boxes_of_a_run_without_them_are_written_by_resume(pdf: str) -> None:

@@ -1426,6 +1426,16 @@ def test_killed_between_the_file_and_the_end_of_its_journal(
     assert before.items() <= told(out).items()
 
 
+def test_a_made_file_keeps_every_row_that_it_has(folder: Path) -> None:
+    """Also rows that somebody has added under an id that is there: no answer goes without being asked."""
+    cli.main([*RUN, "--out", "out.csv"], open_batcher=Echo(stop_after=9))
+    *_, last = Path("out.csv").read_text().splitlines(keepends=True)
+    with open("out.csv", "a") as file:
+        file.write(last)
+    assert cli.main([*RUN, "--out", "out.csv", "--resume"], open_batcher=Echo()) == 1
+    assert Path("out.csv").read_text().count(last) == 2
+
+
 @pytest.mark.parametrize("out", ["out.jsonl", "out.parquet"])
 def test_killed_with_a_model_and_resumed(tmp_path: Path, out: str) -> None:
     """The same through the real engine; JOB_ROWS=2000 is the long form. One picture in a hundred is damaged."""

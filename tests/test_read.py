@@ -17,7 +17,8 @@ from vlm_batch.cli import main as cli
 from vlm_batch.jobs.documents import PAGES, is_loop, names_of
 from vlm_batch.jobs.pages import PageRange
 from vlm_batch.jobs.publishers import PUBLISHERS, TASKS, Publisher, publisher_of
-from vlm_batch.jobs.rows import InvalidJob
+from vlm_batch.jobs.rows import InvalidJob, JobRow
+from vlm_batch.jobs.sources import Pdf
 from vlm_batch.types import Request, Result, SamplingParams
 
 LOOP = (
@@ -411,6 +412,24 @@ def test_a_text_keeps_its_name_when_a_namesake_joins_later(folder: Path) -> None
     Path("out", PAGES).write_text(lines)
     assert read(Pages(), "--resume") == 0
     assert not list(Path().glob("*.md"))
+
+
+def test_a_document_that_breaks_off_after_it_was_counted_fails_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Pdf.rows
+
+    def broken(self: Pdf) -> Iterator[JobRow]:
+        yield next(whole(self))
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Pdf, "scan", whole)
+    monkeypatch.setattr(Pdf, "rows", broken)
+    assert read(Pages()) == 1
+    lines = map(json.loads, Path("out", PAGES).read_text().splitlines())
+    errors = {line["id"]: line["error"] for line in lines if line["error"]}
+    assert errors.keys() == {"in/letters/book.pdf:damaged"}
+    assert "text of scan.tif#2" in Path("out/scan.md").read_text()
 
 
 #: 5 m on each side, in points.

@@ -114,6 +114,8 @@ def test_a_batch_answers_what_the_endpoint_does(server: Running, client: Any) ->
         chat("count to 4", stream=True),
         chat([{"type": "file", "file": {"file_id": "file-0"}}]),
         {"messages": []},
+        chat("count to 4", min_pixels=9, max_pixels=8),
+        chat([{"type": "file", "file": {"file_id": ""}}]),
     ]
     made = begin(client, lines_of(bodies), metadata={"a": "b"})
     assert (made.status, made.metadata) == ("validating", {"a": "b"})
@@ -121,7 +123,7 @@ def test_a_batch_answers_what_the_endpoint_does(server: Running, client: Any) ->
     Batch.model_validate(batch.model_dump(), strict=True)
     counts = batch.request_counts
     assert batch.status == "completed"
-    assert (counts.total, counts.completed, counts.failed) == (8, 3, 5)
+    assert (counts.total, counts.completed, counts.failed) == (10, 3, 7)
     answered = rows_of(client, batch.output_file_id)
     failed = rows_of(client, batch.error_file_id)
     assert set(answered) == {"row-0", "row-1", "row-2"}
@@ -130,6 +132,7 @@ def test_a_batch_answers_what_the_endpoint_does(server: Running, client: Any) ->
         if at == 5:  # which the endpoint streams
             continue
         wanted = server.ask("POST", CHAT, body)
+        assert wanted.status < 500
         row = {**answered, **failed}[f"row-{at}"]
         assert row["error"] is None
         response = row["response"]

@@ -549,6 +549,22 @@ def test_a_client_that_still_sends_gets_its_refusal(small: Running) -> None:
         client.chat.completions.create(model="any", messages=[turn])
 
 
+@pytest.mark.parametrize("more", [b"", b"Expect: 100-continue\r\n"])
+def test_a_client_that_says_no_length_gets_its_refusal(
+    small: Running, more: bytes
+) -> None:
+    """What is refused on its way is read to its end, too."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", small.port), timeout=20) as raw:
+        raw.sendall(head + more + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(200):
+            raw.sendall(b"186a0\r\n" + b" " * 100_000 + b"\r\n")
+        raw.sendall(b"0\r\n\r\n")
+        answer = b"".join(iter(partial(raw.recv, 4096), b""))
+    assert b" 413 " in answer
+    assert b"larger than 100,000 bytes" in answer
+
+
 def test_a_refused_body_is_not_waited_for_long(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.sampling import sample
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs import grammar
-from vlm_batch.inputs.fetch import Cancelled
+from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
 from vlm_batch.store.budget import ByteBudget
 from vlm_batch.store.prefix import PrefixCache
 from vlm_batch.store.saved import SavedRow
@@ -1096,6 +1096,18 @@ def test_the_caches_of_a_cancelled_row_are_kept_with_the_token_that_its_form_has
     generator.step()
     assert [saved.length for saved in stored] == [40 + answer.num_fed], caplog.text
     assert answer.num_fed == len(answer.token_ids) + 1  # or the case is another one
+
+
+def test_whoever_asks_for_a_form_that_was_just_cancelled_has_it_compiled(
+    batcher: VLMBatcher,
+) -> None:
+    """Also before its callbacks have run: a loading that got it again would ask again at once, and again."""
+    forms, params = batcher._preparer._forms, SamplingParams(regex="(ab|cd)e+")
+    key = (str(params.form), grammar._grammar(params))
+    gone: Future[grammar.Form] = Future()
+    gone.set_exception(OperationCancelled())
+    forms._compiled[key] = gone
+    assert forms.compiled(params, Cancelled()).result(30).copy() is not None
 
 
 def test_looking_ahead_leaves_the_beginning_to_all(

@@ -147,7 +147,7 @@ WAYS = (
                     "SUFFIXES",
                     "open_sink",
                     "_formats",
-                    "MadeFile._lines",
+                    "MadeFile._made",
                     "MadeFile._make",
                 ),
             ),

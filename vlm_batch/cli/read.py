@@ -39,6 +39,7 @@ from vlm_batch.cli.options import (
     text_of,
 )
 from vlm_batch.cli.watching import JobView
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS
 from vlm_batch.jobs.boxes import BOX_FORMS, BoxForm
 from vlm_batch.jobs.documents import DOCUMENT_FORMS, Documents, PageText
 from vlm_batch.jobs.pages import ChosenPages, EnlargedPages, Enlarging, PageRange
@@ -250,7 +251,8 @@ def _sources(
     if args.pages is not None:
         sources = [ChosenPages(one, args.pages) for one in sources]
     if enlarging is not None:
-        sources = [EnlargedPages(one, enlarging) for one in sources]
+        most = vars(args).get("max_image_pixels", DEFAULT_MAX_PIXELS)
+        sources = [EnlargedPages(one, enlarging, most) for one in sources]
     if _prompt(args, publisher) == "":
         sources = [_PagesAlone(source) for source in sources]
     return sources

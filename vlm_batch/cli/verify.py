@@ -105,12 +105,13 @@ def run(args: argparse.Namespace, open_batcher: OpenBatcher) -> int:
     for one in _verified(args, requests):
         print(("\n" if found else "") + one.text(), file=table, flush=True)
         found.append(one)
+    status = _status(args.json, found)  # before a picture, which may fail
     if args.plot is not None and not draw(Path(args.plot), found):
         print(
             "no picture: matplotlib is not installed (pip install 'vlm-batch[bench]')",
             file=sys.stderr,
         )
-    return _status(args.json, found)
+    return status
 
 
 def _status(

@@ -313,7 +313,7 @@ class Forms:
             found = self._compiled.get(key)
             if found is not None:
                 self._compiled.move_to_end(key)
-        if found is None:
+        if found is None or _was_cancelled(found):
             pool = self._compiling_large if len(key[1]) >= LARGE else self._compiling
             found = pool.submit(partial(self._compile, *key), cancelled, client=client)
             with self._lock:
@@ -322,7 +322,7 @@ class Forms:
         return found
 
     def _without_callbacks(self, key: tuple[str, str], found: Future[Form]) -> None:
-        """Replace a finished future by one without callbacks; forget one that was cancelled."""
+        """Replace a finished future by one without callbacks."""
         kept: Future[Form] = Future()
         error = found.exception()
         if error is None:
@@ -331,9 +331,6 @@ class Forms:
             kept.set_exception(error)
         with self._lock:
             if self._compiled.get(key) is not found:
-                return
-            if isinstance(error, OperationCancelled):
-                del self._compiled[key]
                 return
             self._compiled[key] = kept
             self._forget_oldest(key)
@@ -431,6 +428,10 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
     "grammar": _of_lark,
     "choice": _of_choice,
 }
+
+
+def _was_cancelled(compiling: Future[Form]) -> bool:
+    return compiling.done() and isinstance(compiling.exception(), OperationCancelled)
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:

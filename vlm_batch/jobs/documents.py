@@ -227,9 +227,9 @@ class Documents(Sink):
     def append(self, record: Record) -> None:
         columns = record["columns"]
         name = _document_of(columns, str(record["id"]))
-        file = self._names[name].with_suffix("").as_posix()
-        place = {"document": name, "page": columns.get("page"), "file": file}
-        record = {**record, **place}
+        record = {**record, "document": name, "page": columns.get("page")}
+        if name in self._names:  # else its source broke off after it was counted
+            record["file"] = self._names[name].with_suffix("").as_posix()
         if "page_size" in columns:  # before its publisher enlarged it
             record["image_sizes"] = [columns["page_size"]]
         self._answers.append(record)

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, load_image
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Source
 from vlm_batch.types import Request
 
@@ -121,10 +121,14 @@ class Enlarging:
 
 @dataclass(frozen=True)
 class EnlargedPages(Source):
-    """A source's pages as a publisher enlarges them. The column ``page_size`` keeps the size that they had."""
+    """A source's pages as a publisher enlarges them. The column ``page_size`` keeps the size that they had.
+
+    Pages of more than ``max_pixels`` are not read.
+    """
 
     inner: Source
     enlarging: Enlarging
+    max_pixels: int | None = DEFAULT_MAX_PIXELS
 
     @property
     def name(self) -> str:
@@ -145,8 +149,10 @@ class EnlargedPages(Source):
         columns: dict[str, Any] = dict(row.columns)
 
         def shown(request: Request) -> Request:
+            if not request.images:  # a video or a recording
+                return request
             (picture,) = request.images
-            page = load_image(picture)
+            page = load_image(picture, self.max_pixels)
             columns["page_size"] = page.size
             return self.enlarging.shown(request, page)
 

@@ -322,13 +322,18 @@ class AnswerFile(DeviceSink):
         self._stamps.add(line)
 
     def records(self) -> Iterator[Record]:
+        """Yield all rows of a file that was made, then the answers that are only in the journal."""
         there = Ids()
-        for record in self._lines():
+        for record in self._made():
+            there.add(str(record["id"]))
+            yield record
+        for record in read_answers(self.journal):
             if there.add(str(record["id"])):
                 yield record
 
-    def _lines(self) -> Iterator[Record]:
-        return read_answers(self.journal)
+    def _made(self) -> Iterator[Record]:
+        """Yield the rows of a file that an earlier run made at its end."""
+        return iter(())
 
     def close(self) -> None:
         self._stamps.close()
@@ -369,7 +374,7 @@ class MadeFile(AnswerFile):
     def _drop_errors(self) -> None:
         super()._drop_errors()
         if has_lines(self.path):
-            self._make(lambda: _without_errors(self._form.read(self.path)))
+            self._make(lambda: _without_errors(self._made()))
 
     def finish(self) -> None:
         super().finish()
@@ -383,11 +388,8 @@ class MadeFile(AnswerFile):
         self.close()
         self.journal.unlink(missing_ok=True)
 
-    def _lines(self) -> Iterator[Record]:
-        """Yield the answers that an earlier run made the file of, then those only in the journal."""
-        if has_lines(self.path):
-            yield from self._form.read(self.path)
-        yield from super()._lines()
+    def _made(self) -> Iterator[Record]:
+        return self._form.read(self.path) if has_lines(self.path) else iter(())
 
     def _make(self, records: Callable[[], Iterator[Record]]) -> None:
         try:

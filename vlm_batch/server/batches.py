@@ -29,7 +29,7 @@ from vlm_batch.server.batch_lines import (
 from vlm_batch.server.bodies import check_body
 from vlm_batch.server.door import Core
 from vlm_batch.server.edge import MAX_NESTED, MAX_VALUES, ByteQuota, Entry, NoRoom
-from vlm_batch.server.errors import ApiError, json_bytes
+from vlm_batch.server.errors import ApiError, json_bytes, refusing
 from vlm_batch.server.exchange import Exchange
 from vlm_batch.server.private import AGE, new_id
 from vlm_batch.server.stored import FileStore
@@ -347,7 +347,8 @@ class Batches:
         """Return a row's answer or error. Raises Stopping."""
         while True:
             try:
-                whole = await self._exchange(entry, path, body)
+                with refusing():
+                    whole = await self._exchange(entry, path, body)
                 entry.status = 200
                 return whole
             except ApiError as error:

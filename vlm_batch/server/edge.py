@@ -215,6 +215,7 @@ class Edge:
         body = _Body(receive, self._config.max_body, entry)
         if is_upload:
             body = _Upload(receive, self._config.max_upload, entry)
+        lingering = body.linger(sending, expects="expect" in headers)
         try:
             key = self._check(scope, headers)
             entry.has_priority = key is not None and key.has_priority
@@ -222,14 +223,12 @@ class Edge:
             if key in self._config.keys:
                 entry.number = self._config.keys.index(key)
             entry.owner = _owner(key, entry.number)
-            await self._app(scope, body.receive, sending)
+            await self._app(scope, body.receive, lingering)
         except Exception as error:
             answer = _answer_to(error, entry)
             # half an answer is out: all that is left is to close the connection
             if entry.status:
                 raise
-            entry.release()
-            lingering = body.linger(sending) if _closes(answer, headers) else sending
             await entry.response_to(answer)(scope, receive, lingering)
         finally:
             self._num_open -= 1
@@ -330,18 +329,27 @@ class _Body:
             )
         return message
 
-    def linger(self, send: Send) -> Send:
-        """Return a ``send`` that ends an answer when the client has sent its body, or takes too long to."""
+    def linger(self, send: Send, *, expects: bool) -> Send:
+        """Return a ``send`` that ends an answer which closes the connection when the client has sent its body.
+
+        Or when it takes too long to. One that ``expects`` to be told "100 Continue" sends nothing before that.
+        """
+        closes = False
 
         async def lingering(message: Message) -> None:
+            nonlocal closes
+            if message["type"] == "http.response.start":
+                closes = "connection" in Headers(raw=message["headers"])
             is_last = message["type"] == "http.response.body" and not message.get(
                 "more_body"
             )
-            if not is_last:
+            was_told = not expects or self._entry.num_bytes > 0
+            if not (is_last and closes and was_told):
                 await send(message)
                 return
             # the client can read all of the answer from here on
             await send({**message, "more_body": True})
+            self._entry.release()
             await self._discard()
             await send({"type": "http.response.body"})
 
@@ -388,12 +396,6 @@ def _answer_to(error: Exception, entry: Entry) -> ApiError:
     return ApiError(
         500, f"the server failed; its log has more under {entry.request_id}"
     )
-
-
-def _closes(answer: ApiError, headers: Headers) -> bool:
-    """Return whether an answer ends a connection on which the client may be sending."""
-    # who waits to be told "100 Continue" sends nothing once refused
-    return "Connection" in (answer.headers or {}) and "expect" not in headers
 
 
 def _too_large(most: int) -> ApiError:

@@ -81,7 +81,9 @@ class MediaReader:
         """Return messages with files' contents in the place of their ids."""
         parts = [part for message in messages for part in _media(message)]
         contents: dict[str, bytes] = {}
-        for name in dict.fromkeys(filter(None, map(_file_id, parts))):
+        for name in dict.fromkeys(map(_file_id, parts)):
+            if name is None:
+                continue
             reading = self._readers.submit(
                 partial(stored, name), cancelled, client=client
             )
