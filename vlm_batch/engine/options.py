@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -29,6 +29,9 @@ from vlm_batch.types import (
     Result,
     SamplingParams,
 )
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 #: Tokens that a tokenizer may write beside those of a text's bytes.
 BESIDE = 16
@@ -121,12 +124,13 @@ def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
 # In a step --------------------------------------------------------------------------------------------------------------
 
 
-def look_ahead(rows: Sequence[Row], layers: Sequence[Any]) -> None:
+def look_ahead(rows: Sequence[Row], layers: Sequence[Any], adapter: Adapter) -> None:
     """Have rows with paths take several tokens in the next forward of ``rows``, as far as there is room."""
     saying = [row.answer for row in rows if row.answer.path is not None]
     if not saying:
         return
-    room = min(POSITIONS_TOGETHER // len(rows), most_positions(layers))
+    most = POSITIONS_TOGETHER if adapter.can_draft else 1
+    room = min(most // len(rows), most_positions(layers))
     for answer in saying:
         assert answer.path is not None
         answer.path.look_ahead(answer.num_sampled, max(0, room - 1))
