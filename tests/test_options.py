@@ -37,7 +37,7 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.paths import paths_of
-from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.records import OptionTokens
@@ -196,6 +196,36 @@ def test_nobody_waits_for_their_next_token() -> None:
         engine.step()
     assert not row.has_ended
     assert engine.rows.is_heard
+
+
+def test_a_prompt_whose_paths_cannot_begin_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request ends once, and its client asks for nothing more."""
+
+    def broken(*given: Any) -> None:
+        raise ValueError("no copy")
+
+    monkeypatch.setattr(options_of_engine, "fork", broken)
+    engine = BatchGenerator(
+        shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
+    )
+    row, scoring = asking("qwen2_vl", [(5, 9), (7, 9)])
+    engine.rows.add(row)
+    told = [scoring.take(event) for event in drained(engine)]
+    (end,) = told
+    assert end is not None and end.result is not None
+    assert end.result.error == "ValueError: no copy"
+    assert not engine.rows.ledger.asked
+
+
+def asking(name: str, options: Sequence[tuple[int, ...]]) -> tuple[Row, Scoring]:
+    """A row that scores options behind a text, and its request."""
+    inputs = inputs_of(name, "text:1:9")
+    params = params_to_score(Request(token_ids=[1], options=options))
+    row = new_row("asked", Prompt(inputs=as_mlx(inputs)), params, given=inputs)
+    give_options(row, [OptionTokens(option, option) for option in options])
+    return row, Scoring(row)
 
 
 def test_options_share_paths() -> None:

@@ -63,7 +63,7 @@ def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
 # Of a prefilled row -----------------------------------------------------------------------------------------------------
 
 
-def begin_options(row: Row, size: int) -> list[Row]:
+def begin_options(row: Row, size: int) -> Sequence[Row]:
     """Give a prefilled row its path, and each further path a sibling. Returns the siblings.
 
     Args:
@@ -75,11 +75,11 @@ def begin_options(row: Row, size: int) -> list[Row]:
     own = row.answer.path
     if own is not None:  # it was computed again
         row.answer.take_path(own)
-        return []
+        return ()
     assert row.asked is not None
     first, *others = _paths(row, row.asked, size)
-    row.siblings = siblings_of(row, len(others))
-    siblings = fork(row)
+    siblings = siblings_of(row, len(others))
+    fork(row, siblings)
     for one, path in zip((row, *siblings), (first, *others), strict=True):
         one.asked = row.asked
         one.answer.take_path(path)
