@@ -181,11 +181,7 @@ def test_nobody_waits_for_their_next_token() -> None:
     engine = BatchGenerator(
         shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
     )
-    options = [(5,) * 3 * POSITIONS_TOGETHER]
-    params = params_to_score(Request(token_ids=[1], options=options))
-    inputs = inputs_of("qwen2_vl", "text:1:9")
-    row = new_row("asked", Prompt(inputs=as_mlx(inputs)), params, given=inputs)
-    give_options(row, [OptionTokens(option, option) for option in options])
+    row, _ = asking("qwen2_vl", [(5,) * 3 * POSITIONS_TOGETHER])
     engine.rows.add(row)
     while not row.has_ended and row not in engine.rows.batch.rows:
         engine.step()
