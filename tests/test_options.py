@@ -38,6 +38,7 @@ from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.paths import paths_of
 from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.records import OptionTokens
@@ -213,6 +214,23 @@ def test_a_prompt_whose_paths_cannot_begin_counts_once(
     assert end is not None and end.result is not None
     assert end.result.error == "ValueError: no copy"
     assert not engine.rows.ledger.asked
+
+
+def test_fixed_shapes_have_room_for_some_of_a_path() -> None:
+    """Paths take what a forward of so many positions leaves each row, not one token because all do not fit."""
+    shapes = FixedShapes(counts=(1, 2, 4, 8))
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), shapes=shapes)
+    row, scoring = asking("qwen2_vl", [(token,) * 13 for token in (5, 7, 9, 11)])
+    engine.rows.add(row)
+    forwards = 0
+    while engine.has_work:
+        forwards += len(engine.rows.batch.groups)
+        for event in engine.step():
+            scored = scoring.take(event)
+    assert scored is not None and scored.result is not None
+    assert all(one.error is None for one in scored.result.options)
+    # of 48 tokens two of each row at a time
+    assert forwards <= 8
 
 
 def asking(name: str, options: Sequence[tuple[int, ...]]) -> tuple[Row, Scoring]:

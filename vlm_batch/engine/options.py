@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from vlm_batch.caches.drafted import most_positions
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, AskedLogprobs
 from vlm_batch.engine.paths import Asked, Path, paths_of
 from vlm_batch.engine.row import Row, fork, siblings_of
@@ -32,6 +31,7 @@ from vlm_batch.types import (
 
 if TYPE_CHECKING:
     from vlm_batch.adapters.base import Adapter
+    from vlm_batch.engine.batch import DecodeBatch
 
 #: Tokens that a tokenizer may write beside those of a text's bytes.
 BESIDE = 16
@@ -124,13 +124,13 @@ def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
 # In a step --------------------------------------------------------------------------------------------------------------
 
 
-def look_ahead(rows: Sequence[Row], layers: Sequence[Any], adapter: Adapter) -> None:
-    """Have rows with paths take several tokens in the next forward of ``rows``, as far as there is room."""
-    saying = [row.answer for row in rows if row.answer.path is not None]
+def look_ahead(group: DecodeBatch, adapter: Adapter) -> None:
+    """Have rows with paths take several tokens in the group's next forward, as far as there is room."""
+    saying = [row.answer for row in group.rows if row.answer.path is not None]
     if not saying:
         return
     most = POSITIONS_TOGETHER if adapter.can_draft else 1
-    room = min(most // len(rows), most_positions(layers))
+    room = min(most // len(group), group.room)
     for answer in saying:
         assert answer.path is not None
         answer.path.look_ahead(answer.num_sampled, max(0, room - 1))
