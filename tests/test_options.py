@@ -37,7 +37,8 @@ from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
 from vlm_batch.engine.paths import paths_of
-from vlm_batch.engine.row import Prompt, new_row
+from vlm_batch.engine.row import Prompt, Row, new_row
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.errors import OutOfMemory
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.records import OptionTokens
@@ -181,11 +182,7 @@ def test_nobody_waits_for_their_next_token() -> None:
     engine = BatchGenerator(
         shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
     )
-    options = [(5,) * 3 * POSITIONS_TOGETHER]
-    params = params_to_score(Request(token_ids=[1], options=options))
-    inputs = inputs_of("qwen2_vl", "text:1:9")
-    row = new_row("asked", Prompt(inputs=as_mlx(inputs)), params, given=inputs)
-    give_options(row, [OptionTokens(option, option) for option in options])
+    row, _ = asking("qwen2_vl", [(5,) * 3 * POSITIONS_TOGETHER])
     engine.rows.add(row)
     while not row.has_ended and row not in engine.rows.batch.rows:
         engine.step()
@@ -196,6 +193,53 @@ def test_nobody_waits_for_their_next_token() -> None:
         engine.step()
     assert not row.has_ended
     assert engine.rows.is_heard
+
+
+def test_a_prompt_whose_paths_cannot_begin_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request ends once, and its client asks for nothing more."""
+
+    def broken(*given: Any) -> None:
+        raise ValueError("no copy")
+
+    monkeypatch.setattr(options_of_engine, "fork", broken)
+    engine = BatchGenerator(
+        shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
+    )
+    row, scoring = asking("qwen2_vl", [(5, 9), (7, 9)])
+    engine.rows.add(row)
+    told = [scoring.take(event) for event in drained(engine)]
+    (end,) = told
+    assert end is not None and end.result is not None
+    assert end.result.error == "ValueError: no copy"
+    assert not engine.rows.ledger.asked
+
+
+def test_fixed_shapes_have_room_for_some_of_a_path() -> None:
+    """Paths take what a forward of so many positions leaves each row, not one token because all do not fit."""
+    shapes = FixedShapes(counts=(1, 2, 4, 8))
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), shapes=shapes)
+    row, scoring = asking("qwen2_vl", [(token,) * 13 for token in (5, 7, 9, 11)])
+    engine.rows.add(row)
+    forwards = 0
+    while engine.has_work:
+        forwards += len(engine.rows.batch.groups)
+        for event in engine.step():
+            scored = scoring.take(event)
+    assert scored is not None and scored.result is not None
+    assert all(one.error is None for one in scored.result.options)
+    # of 48 tokens two of each row at a time
+    assert forwards <= 8
+
+
+def asking(name: str, options: Sequence[tuple[int, ...]]) -> tuple[Row, Scoring]:
+    """A row that scores options behind a text, and its request."""
+    inputs = inputs_of(name, "text:1:9")
+    params = params_to_score(Request(token_ids=[1], options=options))
+    row = new_row("asked", Prompt(inputs=as_mlx(inputs)), params, given=inputs)
+    give_options(row, [OptionTokens(option, option) for option in options])
+    return row, Scoring(row)
 
 
 def test_options_share_paths() -> None:

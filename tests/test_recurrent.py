@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache
 
-from tests.harness import inputs_of, settings_for, shared_adapter
+from tests.harness import TOLERANCE, inputs_of, settings_for, shared_adapter
 from tests.zoo import family
-from vlm_batch.adapters.recurrent import can_draft
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import (
@@ -25,8 +25,14 @@ from vlm_batch.caches import (
 from vlm_batch.caches.drafted import most_positions
 from vlm_batch.caches.recurrent import DraftedRecurrent, rows_of
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.options import give_options, params_to_score
+from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.models.falcon_h1 import FalconH1
-from vlm_batch.types import SamplingParams
+from vlm_batch.records import OptionTokens
+from vlm_batch.types import Request, SamplingParams
+
+#: Tokens that are scored behind a prompt.
+OPTION = (9, 101, 44, 7, 3)
 
 
 def row(value: float, *, second: bool = True) -> ArraysCache:
@@ -300,8 +306,29 @@ def test_a_model_whose_recurrent_modules_are_not_patched_has_no_drafts() -> None
         def patches(cls) -> dict[type, type]:
             return {}
 
-    assert all(
-        can_draft(shared_adapter(name)) for name in ("qwen3_5", "falcon_h1", "qwen2_vl")
-    )
-    assert not can_draft(Unpatched(family("falcon_h1").build()))
-    assert not can_draft(SingleRow(family("qwen2_vl").build()))
+    for name in ("qwen3_5", "falcon_h1", "qwen2_vl"):
+        assert shared_adapter(name).can_draft
+    others = {"falcon_h1": Unpatched, "qwen2_vl": SingleRow}
+    for name, kind in others.items():
+        adapter = kind(family(name).build())
+        assert not adapter.can_draft
+        found = scored_alone(name, adapter)
+        right = scored_alone(name, shared_adapter(name))
+        np.testing.assert_allclose(found, right, atol=TOLERANCE)
+
+
+def scored_alone(name: str, adapter: Adapter) -> tuple[float, ...]:
+    """Log-probabilities of an option of several tokens, whose positions go one by one without drafts."""
+    policy = settings_for(Placement.SLAB, max_rows=1)
+    engine = BatchGenerator(adapter, policy=policy)
+    inputs = as_mlx(inputs_of(name, "text:5:26"))
+    params = params_to_score(Request(token_ids=[1], options=[OPTION]))
+    row = new_row("asked", Prompt(inputs=inputs), params)
+    give_options(row, [OptionTokens(OPTION, OPTION)])
+    asked = row.asked
+    assert asked is not None
+    engine.rows.add(row)
+    while engine.has_work:
+        engine.step()
+    assert asked.scores[0].error is None
+    return asked.scores[0].token_logprobs

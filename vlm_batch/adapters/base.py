@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -18,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from vlm_batch.adapters import operations
+from vlm_batch.adapters import operations, recurrent
 from vlm_batch.adapters.experts import EXPERTS
 from vlm_batch.adapters.family import FamilyHooks
 from vlm_batch.adapters.few_rows import suit_few_rows
@@ -331,6 +332,11 @@ class Adapter(FamilyHooks):
     def scores_chunks(self) -> bool:
         """Whether a chunk's positions can all have logits."""
         return self.last_hidden is not None
+
+    @cached_property
+    def can_draft(self) -> bool:
+        """Whether a decode forward may have several positions of a row."""
+        return recurrent.can_draft(self)
 
     def prefill(
         self,

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
-from vlm_batch.adapters.base import Adapter
 from vlm_batch.caches.drafted import ALL, Square, rows_of
 from vlm_batch.caches.listed import ListedCache, parts_of
 from vlm_batch.caches.recurrent import DraftedRecurrent, Step
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
 
 
 class InOrder:

@@ -12,7 +12,7 @@ from vlm_batch.adapters.attention import HOOKS
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.hooks import files_of, install_hooks, running
 from vlm_batch.adapters.tables import hook_tables
-from vlm_batch.records import Call, DecodeStep, Encoded
+from vlm_batch.records import Call, DecodeStep, Encoded, Graphs
 from vlm_batch.registry import ModelSpec
 
 
@@ -28,6 +28,8 @@ class SingleRow(Adapter):
     )
     is_causal = False
     last_hidden = None  # the trunk is unknown
+    #: A graph would keep the lengths of the caches that ``run_step`` takes out and puts back.
+    graphs = Graphs.NEVER
 
     def hook_functions(self) -> None:
         install_hooks(

@@ -162,6 +162,12 @@ class DecodeBatch(NoBatch):
 
     # Drafts
 
+    @property
+    def room(self) -> int:
+        """Positions of each row for which a forward has room."""
+        each = self._shapes.most_positions // len(self)
+        return min(each, most_positions(self.layers))
+
     def counts(self, drafts: Mapping[Row, int]) -> list[int] | None:
         """Return each place's positions for these draft lengths, or None."""
         most = most_positions(self.layers)

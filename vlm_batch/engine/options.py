@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from vlm_batch.caches.drafted import most_positions
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, AskedLogprobs
 from vlm_batch.engine.paths import Asked, Path, paths_of
 from vlm_batch.engine.row import Row, fork, siblings_of
@@ -29,6 +28,10 @@ from vlm_batch.types import (
     Result,
     SamplingParams,
 )
+
+if TYPE_CHECKING:
+    from vlm_batch.adapters.base import Adapter
+    from vlm_batch.engine.batch import DecodeBatch
 
 #: Tokens that a tokenizer may write beside those of a text's bytes.
 BESIDE = 16
@@ -60,7 +63,7 @@ def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
 # Of a prefilled row -----------------------------------------------------------------------------------------------------
 
 
-def begin_options(row: Row, size: int) -> list[Row]:
+def begin_options(row: Row, size: int) -> Sequence[Row]:
     """Give a prefilled row its path, and each further path a sibling. Returns the siblings.
 
     Args:
@@ -72,11 +75,11 @@ def begin_options(row: Row, size: int) -> list[Row]:
     own = row.answer.path
     if own is not None:  # it was computed again
         row.answer.take_path(own)
-        return []
+        return ()
     assert row.asked is not None
     first, *others = _paths(row, row.asked, size)
-    row.siblings = siblings_of(row, len(others))
-    siblings = fork(row)
+    siblings = siblings_of(row, len(others))
+    fork(row, siblings)
     for one, path in zip((row, *siblings), (first, *others), strict=True):
         one.asked = row.asked
         one.answer.take_path(path)
@@ -121,12 +124,13 @@ def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
 # In a step --------------------------------------------------------------------------------------------------------------
 
 
-def look_ahead(rows: Sequence[Row], layers: Sequence[Any]) -> None:
-    """Have rows with paths take several tokens in the next forward of ``rows``, as far as there is room."""
-    saying = [row.answer for row in rows if row.answer.path is not None]
+def look_ahead(group: DecodeBatch, adapter: Adapter) -> None:
+    """Have rows with paths take several tokens in the group's next forward, as far as there is room."""
+    saying = [row.answer for row in group.rows if row.answer.path is not None]
     if not saying:
         return
-    room = min(POSITIONS_TOGETHER // len(rows), most_positions(layers))
+    most = POSITIONS_TOGETHER if adapter.can_draft else 1
+    room = min(most // len(group), group.room)
     for answer in saying:
         assert answer.path is not None
         answer.path.look_ahead(answer.num_sampled, max(0, room - 1))

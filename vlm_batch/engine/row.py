@@ -521,9 +521,9 @@ def sibling_id(request_id: str, index: int) -> str:
     return f"{request_id}\0{index}"
 
 
-def fork(row: Row) -> list[Row]:
-    """Detach a ready row's siblings with lazy copies of its caches."""
-    for sibling in row.siblings:
+def fork(row: Row, siblings: Sequence[Row]) -> None:
+    """Give further answers to a ready row's prompt lazy copies of its caches."""
+    for sibling in siblings:
         sibling.prompt = Prompt(
             cache=copy.deepcopy(row.prompt.cache),
             prefilled=row.prompt.prefilled,
@@ -538,5 +538,3 @@ def fork(row: Row) -> list[Row]:
         answer.prompt_scores = given.prompt_scores
         answer.guide = given.guide.copy()
         answer.drafter = given.drafter.copy()
-    siblings, row.siblings = row.siblings, ()
-    return list(siblings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,12 +168,13 @@ class Rows:
         size = row.facts.vocabulary or logits.shape[-1]
         check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
-        siblings: list[Row] = []
+        siblings: Sequence[Row] = ()
         if row.asked is not None:
             siblings = begin_options(row, logits.shape[-1])
             self.ledger.asked[row.client] += len(siblings)
         elif row.siblings:
-            siblings = fork(row)
+            fork(row, row.siblings)
+            siblings, row.siblings = row.siblings, ()
         for sibling in siblings:
             self.ledger.add(sibling, Stage.READY)
         self.ledger.move(row, Stage.READY)

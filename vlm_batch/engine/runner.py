@@ -72,7 +72,7 @@ class Runner:
         """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
-        look_ahead(rows, group.layers)
+        look_ahead(group, self.adapter)
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
         alone: set[Row] = set()

@@ -25,6 +25,7 @@ from vlm_batch.caches import (
     kind_of,
     slab,
 )
+from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.engine.lengths import (
     Spans,
@@ -95,6 +96,8 @@ class FreeShapes:
 
     #: Whether a row may continue from any position, decoded ones included.
     goes_on_anywhere = True
+    #: Most positions of all rows in a decode forward.
+    most_positions = NO_LIMIT
     #: Settings that a saved row must share with the engine that continues it.
     settings: Mapping[str, str] = field(default_factory=dict, init=False)
 
@@ -424,6 +427,10 @@ class FixedShapes:
                 "compile_decode: graphs are made of steps that come back, and may round otherwise; not exact"
             )
         return None if self.can_graph else False
+
+    @property
+    def most_positions(self) -> int:
+        return self.counts[-1]
 
     def group_size(self, rows: int) -> int:
         return self.places(min(rows, self.counts[-1]), rows)

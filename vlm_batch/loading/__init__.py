@@ -23,7 +23,6 @@ from vlm_batch.adapters.modules import leave_on_disk
 from vlm_batch.adapters.operations import compile_products
 from vlm_batch.adapters.prompts import num_logits
 from vlm_batch.adapters.quantisation import check_quantisation
-from vlm_batch.adapters.recurrent import can_draft
 from vlm_batch.adapters.shared import share_products
 from vlm_batch.adapters.single import SingleRow
 from vlm_batch.adapters.towers import remember_features
@@ -182,7 +181,7 @@ def _drafts(draft: str, adapter: Adapter) -> NoDrafts:
     if draft == "off":
         return NO_DRAFTS
     if draft == "auto":
-        return Drafts() if can_draft(adapter) else NO_DRAFTS
+        return Drafts() if adapter.can_draft else NO_DRAFTS
     from vlm_batch.adapters.heads import load_heads
 
     return Drafts(load_heads(draft, adapter))
