@@ -328,8 +328,11 @@ class Row:
         return not self.params.max_tokens and self.answer.ending is not None
 
     def suspect(self) -> None:
-        """Suspect unread tokens and the next, or all after ``ALWAYS_SUSPECT`` losses."""
-        if self.losses >= ALWAYS_SUSPECT:
+        """Suspect unread tokens and the next, or all after ``ALWAYS_SUSPECT`` losses.
+
+        Of a path, too: its forwards may take other positions together the next time.
+        """
+        if self.losses >= ALWAYS_SUSPECT or self.answer.path is not None:
             self.suspected = (0, self.params.max_tokens)
             return
         known = len(self.answer.token_ids)
