@@ -380,7 +380,7 @@ def test_ids_that_no_embedding_has_are_refused(
     ids=["1", "2", "3"],
 )
 def test_stops_that_would_hold_up_everybody_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidParameters, match="are looked for|are the most"):
+    with pytest.raises(InvalidParameters, match=r"are looked for|are the most"):
         SamplingParams(**wrong)
 
 
