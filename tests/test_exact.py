@@ -329,9 +329,10 @@ def test_groups_and_idle_places(
 
 
 #: Two rows by which a slab grows twice, beside short ones, of which one is decoding when they come.
+#: Long answers, so that all decode beside each other, also where loaders take longer than steps.
 GROWING = [
-    Arrival("text:4:9", tokens=12),
-    *(Arrival(key, at=2) for key in ("text:6:300", "text:5:26", "text:7:560")),
+    Arrival("text:4:9", tokens=48),
+    *(Arrival(f"text:{key}", 2, 24) for key in ("6:300", "5:26", "7:560")),
 ]
 
 
