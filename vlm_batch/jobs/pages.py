@@ -54,11 +54,10 @@ def _span(text: str) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class ChosenPages(Source):
-    """A document's rows of chosen pages. One that has none of them is a failed row."""
+class _Around(Source):
+    """A source whose rows are another's, changed."""
 
     inner: Source
-    pages: PageRange
 
     @property
     def name(self) -> str:
@@ -71,6 +70,13 @@ class ChosenPages(Source):
     @property
     def numbered(self) -> bool:
         return self.inner.numbered
+
+
+@dataclass(frozen=True)
+class ChosenPages(_Around):
+    """A document's rows of chosen pages. One that has none of them is a failed row."""
+
+    pages: PageRange
 
     def rows(self) -> Iterator[JobRow]:
         num_chosen, last = 0, None
@@ -120,27 +126,14 @@ class Enlarging:
 
 
 @dataclass(frozen=True)
-class EnlargedPages(Source):
+class EnlargedPages(_Around):
     """A source's pages as a publisher enlarges them. The column ``page_size`` keeps the size that they had.
 
     Pages of more than ``max_pixels`` are not read.
     """
 
-    inner: Source
     enlarging: Enlarging
     max_pixels: int | None = DEFAULT_MAX_PIXELS
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def columns(self) -> tuple[str, ...] | None:
-        return self.inner.columns
-
-    @property
-    def numbered(self) -> bool:
-        return self.inner.numbered
 
     def rows(self) -> Iterator[JobRow]:
         return map(self._row, self.inner.rows())
