@@ -184,7 +184,8 @@ def _step_layer(
         if not isinstance(all_keys, turning.TurboStates):
             return list(layer.arrays())
         asked = turning.TurnedAttention(queries, all_keys, all_values, 0.1, None, None)
-        return [turning.attend_step(asked, lambda turned, *_: turned), *layer.arrays()]
+        kernels = turning.Kernels(attend=lambda turned, *_: turned)
+        return [turning.attend_step(asked, kernels), *layer.arrays()]
 
     given = [*_random((8, 32, 1, 128), 1), *_random((8, 8, 1, 128), 2)]
     mx.eval(given, layer.arrays(), step(*given))  # constants are made once

@@ -174,8 +174,11 @@ def test_the_kernels_code_and_turn(bits: float, depth: int, dtype: mx.Dtype) -> 
     assert coding.is_served(build)
     assert coding.farthest(build, emulated.run) < coding.TOLERANCE
     for layout in layouts:
-        off = coding.farthest_turned(layout, dtype, emulated.run)
-        assert off < coding.TOLERANCE
+        for out in (dtype, mx.float32):
+            off = coding.farthest_turned(layout, dtype, out, emulated.run)
+            assert off < coding.TOLERANCE
+    found = coding.farthest_looked_up(*layouts, dtype, emulated.run)
+    assert found == 0
 
 
 @needs_compiler

@@ -36,6 +36,12 @@ from vlm_batch.caches.quantized import (
 from vlm_batch.runtime.device import Device, device
 
 turbo.code_by_kernel = coding.code_where_right
+TURBO_KERNELS = turning.Kernels(
+    cuda_turning.attend_where_right,
+    coding.turn_where_right,
+    coding.turn_back_where_right,
+    coding.look_up_where_right,
+)
 
 #: mlx-vlm's own function, kept before any hook.
 SWIGLU = activations.swiglu
@@ -176,13 +182,8 @@ def attend_turned(*terms: Any) -> mx.array:
     if current().attends_apart and rows > 1:
         return mx.concatenate([attend_turned(*one) for one in asked.rows()])
     if length > 1:
-        return turning.attend_prompt(asked, attend)
-    return turning.attend_step(
-        asked,
-        cuda_turning.attend_where_right,
-        coding.turn_where_right,
-        coding.turn_back_where_right,
-    )
+        return turning.attend_prompt(asked, attend, TURBO_KERNELS)
+    return turning.attend_step(asked, TURBO_KERNELS)
 
 
 def attend_turned_rows(*terms: Any) -> mx.array | None:

@@ -36,14 +36,6 @@ PRODUCT = 1024
 FEWEST_COLUMNS = 64
 #: What a mask adds to hidden scores.
 HIDDEN = np.finfo(np.float32).min
-#: Attention in the rotated space: (queries (B, H, 1, D), keys, values, mask) -> output; None where it cannot.
-Kernel: TypeAlias = Callable[
-    [mx.array, TurboStates, TurboStates, mx.array | None], mx.array | None
-]
-#: Rotates scaled vectors (B, H, 1, D) in one launch: (vectors, layout, scale) -> float32; None where it cannot.
-Turn: TypeAlias = Callable[[mx.array, TurboLayout, float], mx.array | None]
-#: Undoes it: (vectors, layout, dtype) -> vectors; None where it cannot.
-TurnBack: TypeAlias = Callable[[mx.array, TurboLayout, mx.Dtype], mx.array | None]
 #: One row's keys and values.
 Pair: TypeAlias = tuple[TurboStates, TurboStates]
 #: Attention over arrays: (queries, keys, values, scale, mask) -> output.
@@ -52,6 +44,22 @@ Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
 
 def _cannot(*_: Any) -> None:
     """Leave it to operations."""
+
+
+class Kernels(NamedTuple):
+    """What a device has kernels for. Each returns None where it cannot, and operations do it."""
+
+    #: Attends with rotated queries (B, H, 1, D): (queries, keys, values, mask).
+    attend: Callable[..., mx.array | None] = _cannot
+    #: Rotates (B, H, L, D): (vectors, layout, scale, dtype).
+    turn: Callable[..., mx.array | None] = _cannot
+    #: Undoes it: (vectors, layout, dtype).
+    turn_back: Callable[..., mx.array | None] = _cannot
+    #: Looks up rotated keys and values (B, H, L, D): (keys, values, dtype).
+    look_up: Callable[..., list[mx.array] | None] = _cannot
+
+
+OPERATIONS = Kernels()
 
 
 class TurnedAttention(NamedTuple):
@@ -86,20 +94,21 @@ class TurnedAttention(NamedTuple):
         heads, groups = self.queries.shape[1], self.keys.shape[1]
         return groups, heads // groups
 
-    def turned(self, turn: Turn = _cannot) -> mx.array:
+    def turned(self, kernels: Kernels = OPERATIONS) -> mx.array:
         """Return one scaled query a row, rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
         batch, _, _, depth = self.queries.shape
-        found = turn(self.queries, self.keys.layout, self.scale)
+        layout = self.keys.layout
+        found = kernels.turn(self.queries, layout, self.scale, mx.float32)
         if found is not None:
             return found.reshape(batch, *self.groups, depth)
         apart = self.queries.reshape(batch, *self.groups, depth)
-        return self.keys.layout.rotated(apart, self.scale)
+        return layout.rotated(apart, self.scale)
 
-    def turned_back(self, output: mx.array, turn_back: TurnBack = _cannot) -> mx.array:
+    def turned_back(self, output: mx.array, kernels: Kernels = OPERATIONS) -> mx.array:
         """Return the output (B, G, R, D_v) of one query a row as it is without a rotation: (B, H, 1, D_v)."""
         batch, heads, _, _ = self.queries.shape
         apart = output.reshape(batch, heads, 1, output.shape[3])
-        found = turn_back(apart, self.values.layout, self.queries.dtype)
+        found = kernels.turn_back(apart, self.values.layout, self.queries.dtype)
         if found is not None:
             return found
         restored = self.values.layout.restored(output)
@@ -123,49 +132,51 @@ class TurnedAttention(NamedTuple):
         return self.sinks.astype(mx.float32).reshape(1, *self.groups, 1)
 
 
-def attend_prompt(asked: TurnedAttention, attend: Attend) -> mx.array:
+def attend_prompt(
+    asked: TurnedAttention, attend: Attend, kernels: Kernels = OPERATIONS
+) -> mx.array:
     """Attend with several queries, which share one look-up of all keys and values."""
     queries, keys, values, scale, mask, sinks = asked
     dtype = queries.dtype
-    turned = keys.layout.rotated(queries).astype(dtype)
-    wide = keys.rotated().astype(dtype), values.rotated().astype(dtype)
+    turned = kernels.turn(queries, keys.layout, 1.0, dtype)
+    if turned is None:
+        turned = keys.layout.rotated(queries).astype(dtype)
+    wide = kernels.look_up(keys, values, dtype)
+    if wide is None:
+        wide = [states.rotated().astype(dtype) for states in (keys, values)]
+    wide_keys, wide_values = wide
     if sinks is None:
-        output = attend(turned, *wide, scale, mask)
+        output = attend(turned, wide_keys, wide_values, scale, mask)
     else:
         output = mx.fast.scaled_dot_product_attention(
-            turned, *wide, scale=scale, mask=mask, sinks=sinks
+            turned, wide_keys, wide_values, scale=scale, mask=mask, sinks=sinks
         )
+    restored = kernels.turn_back(output, values.layout, dtype)
+    if restored is not None:
+        return restored
     return values.layout.restored(output.astype(mx.float32)).astype(dtype)
 
 
-def attend_step(
-    asked: TurnedAttention,
-    kernel: Kernel,
-    turn: Turn = _cannot,
-    turn_back: TurnBack = _cannot,
-) -> mx.array:
-    """Attend with one query a row.
-
-    Args:
-        asked: With queries (B, H, 1, D).
-        kernel: Attends if ``keys.by_kernel``, where it can.
-        turn: Rotates queries, where it can.
-        turn_back: Turns the output back, where it can.
-    """
+def attend_step(asked: TurnedAttention, kernels: Kernels = OPERATIONS) -> mx.array:
+    """Attend with one query a row (B, H, 1, D); by a kernel if ``keys.by_kernel``."""
     queries, keys, values, _, _, sinks = asked
     if _takes_upstreams(asked):
         return _by_upstream(asked)
-    turned, mask, extra = asked.turned(turn), asked.by_group(), asked.sinks_by_group()
+    turned, mask, extra = (
+        asked.turned(kernels),
+        asked.by_group(),
+        asked.sinks_by_group(),
+    )
     output = None
     if keys.by_kernel and sinks is None:
-        output = _by_kernel(kernel, turned, keys, values, mask)
+        output = _by_kernel(kernels, turned, keys, values, mask)
     if output is None and lookups.is_numpys():
         rows = range(len(queries))
         pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
         output = _by_numpy(turned, pairs, mask, extra)
     if output is None:
         output = _by_blocks(turned, keys, values, mask, extra, queries.dtype)
-    return asked.turned_back(output, turn_back)
+    return asked.turned_back(output, kernels)
 
 
 # By kernels -----------------------------------------------------------------------------------------------------------
@@ -201,7 +212,7 @@ def _upstreams_cache(keys: TurboLayout, values: TurboLayout) -> TurboQuantKVCach
 
 
 def _by_kernel(
-    kernel: Kernel,
+    kernels: Kernels,
     queries: mx.array,
     keys: TurboStates,
     values: TurboStates,
@@ -210,7 +221,7 @@ def _by_kernel(
     """Attend with rotated queries (B, G, R, D) by a kernel, where it can."""
     batch, groups, shared, depth = queries.shape
     apart = queries.reshape(batch, groups * shared, 1, depth)
-    found = kernel(apart, keys, values, mask)
+    found = kernels.attend(apart, keys, values, mask)
     return None if found is None else found.reshape(batch, groups, shared, -1)
 
 

@@ -1,6 +1,7 @@
 """TurboQuant's rotations and codes on CUDA (``turbo.cu``): one launch where operations take a dozen.
 
 A vector's codes depend on that vector alone. They are those of operations, but for numbers that rounding carries over a bound.
+What codes mean is looked up bit for bit as operations do.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from vlm_batch.adapters.cuda.launches import (
     on_device,
 )
 from vlm_batch.adapters.cuda.spans import TYPES
-from vlm_batch.caches.turbo import TurboLayout
+from vlm_batch.arrays import round_up
+from vlm_batch.caches.turbo import TurboLayout, TurboStates
 from vlm_batch.runtime.device import Device, device
 
 #: Numbers of a vector, a thread for each.
 NARROWEST, WIDEST = 32, 256
+#: Numbers that a thread looks up, and threads that do so.
+UNIT, THREADS = 8, 256
 #: How far rounding may carry a direction's number over a bound.
 TOLERANCE = 1e-5
 #: How far a norm may be rounded, as a share of it: float16 has ten digits.
@@ -33,8 +37,8 @@ OF_NORM = 2.0**-10
 _CODE = """
   constexpr int HEADS = HEADS_K + HEADS_V, BOUNDS_K = (1 << BITS_K) - 1;
   constexpr int WIDTH_K = (DEPTH * BITS_K + 31) / 32, WIDTH_V = (DEPTH * BITS_V + 31) / 32;
-  const int column = blockIdx.y, columns = gridDim.y;
-  const long long head = blockIdx.x, row = blockIdx.z;
+  const int column = blockIdx.x, columns = gridDim.x;
+  const long long head = blockIdx.y, row = blockIdx.z;
   const long long at = (row * HEADS + head) * columns + column;
   if (head < HEADS_K) {
     const T* vector = keys + row * keys_strides[0] + head * keys_strides[1] + column * keys_strides[2];
@@ -50,10 +54,39 @@ _CODE = """
   }
 """
 _TURN = """
-  const long long head = blockIdx.x, row = blockIdx.y;
-  const T* vector = vectors + row * vectors_strides[0] + head * vectors_strides[1];
-  turbo::turn<T, O, DEPTH, IS_BACK>(
-      vector, vectors_strides[3], signs, scale[0], out + (row * gridDim.x + head) * DEPTH);
+  const long long column = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+  const T* vector = vectors + row * vectors_strides[0] + head * vectors_strides[1] + column * vectors_strides[2];
+  const long long at = (row * gridDim.y + head) * gridDim.x + column;
+  turbo::turn<T, O, DEPTH, IS_BACK>(vector, vectors_strides[3], signs, scale[0], out + at * DEPTH);
+"""
+
+
+def _looked_up(what: str, letter: str, book: str) -> str:
+    """Return C++ that looks up a thread's unit of keys or of values."""
+    norms, codes = f"{what}_norms", f"{what}_codes"
+    at = " + ".join(
+        f"{index} * {{0}}_strides[{axis}]"
+        for axis, index in enumerate(("row", "head", "column"))
+    )
+    return f"""
+    constexpr int UNITS = DEPTH_{letter} / 8;
+    const long long column = index / UNITS, columns = {norms}_shape[2];
+    if (column < columns) {{
+      const float norm = float({norms}[{at.format(norms)}]);
+      T* out = {what} + ((row * gridDim.y + head) * columns + column) * DEPTH_{letter};
+      turbo::look_up<T, BITS_{letter}>({codes} + {at.format(codes)}, index % UNITS, norm, {book}, out);
+    }}"""
+
+
+_LOOK_UP = f"""
+  constexpr int NUMBERS_K = 1 << BITS_K, NUMBERS = NUMBERS_K + (1 << BITS_V);
+  __shared__ float book[NUMBERS];
+  for (int i = threadIdx.x; i < NUMBERS; i += blockDim.x) book[i] = books[i];
+  __syncthreads();
+  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, row = blockIdx.z / 2;
+  if (blockIdx.z % 2 == 0) {{{_looked_up("keys", "K", "book")}
+  }} else {{{_looked_up("values", "V", "book + NUMBERS_K")}
+  }}
 """
 
 
@@ -66,6 +99,12 @@ def code_kernel() -> Kernel:
 @lru_cache(maxsize=1)
 def turn_kernel() -> Kernel:
     return kernel("turbo", "turn", ("vectors", "signs", "scale"), ("out",), _TURN)
+
+
+@lru_cache(maxsize=1)
+def look_up_kernel() -> Kernel:
+    inputs = ("keys_norms", "keys_codes", "values_norms", "values_codes", "books")
+    return kernel("turbo", "read", inputs, ("keys", "values"), _LOOK_UP)
 
 
 class CodeBuild(NamedTuple):
@@ -101,7 +140,7 @@ def code_launch(build: CodeBuild, rows: int, columns: int) -> Launch:
     return Launch(
         code_kernel(),
         tuple(template.items()),
-        (keys.depth * heads, columns, rows),
+        (keys.depth * columns, heads, rows),
         (keys.depth, 1, 1),
         ((rows, heads, columns, 1), codes, others),
         (mx.float16, mx.uint32, mx.uint32),
@@ -110,22 +149,47 @@ def code_launch(build: CodeBuild, rows: int, columns: int) -> Launch:
 
 @lru_cache(maxsize=256)
 def turn_launch(
-    layout: TurboLayout, rows: int, heads: int, dtype: mx.Dtype, out: mx.Dtype | None
+    layout: TurboLayout,
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
+    out: mx.Dtype,
+    *,
+    is_back: bool,
 ) -> Launch:
-    """Return the launch that turns, or one that turns back to a type."""
-    template = {
-        "T": dtype,
-        "O": out or mx.float32,
-        "DEPTH": layout.depth,
-        "IS_BACK": out is not None,
-    }
+    """Return the launch that turns vectors (rows, heads, columns), or turns them back."""
+    template = {"T": dtype, "O": out, "DEPTH": layout.depth, "IS_BACK": is_back}
+    rows, heads, columns = shape
     return Launch(
         turn_kernel(),
         tuple(template.items()),
-        (layout.depth * heads, rows, 1),
+        (layout.depth * columns, heads, rows),
         (layout.depth, 1, 1),
-        ((rows, heads, 1, layout.depth),),
-        (out or mx.float32,),
+        ((*shape, layout.depth),),
+        (out,),
+    )
+
+
+@lru_cache(maxsize=256)
+def look_up_launch(
+    keys: TurboLayout, values: TurboLayout, shape: tuple[int, int, int], dtype: mx.Dtype
+) -> Launch:
+    """Return the launch that looks keys and values (rows, heads, columns) up."""
+    template = {
+        "T": dtype,
+        "DEPTH_K": keys.depth,
+        "DEPTH_V": values.depth,
+        "BITS_K": keys.bits,
+        "BITS_V": values.bits,
+    }
+    rows, heads, columns = shape
+    units = columns * max(keys.depth, values.depth) // UNIT
+    return Launch(
+        look_up_kernel(),
+        tuple(template.items()),
+        (round_up(units, THREADS), heads, 2 * rows),
+        (THREADS, 1, 1),
+        ((*shape, keys.depth), (*shape, values.depth)),
+        (dtype, dtype),
     )
 
 
@@ -137,6 +201,11 @@ def _signs(*layouts: TurboLayout) -> mx.array:
 @lru_cache(maxsize=16)
 def _bounds(keys: TurboLayout, values: TurboLayout) -> mx.array:
     return mx.concatenate([keys.book.between, values.book.between])
+
+
+@lru_cache(maxsize=16)
+def _books(keys: TurboLayout, values: TurboLayout) -> mx.array:
+    return mx.array(np.concatenate([keys.book.numbers, values.book.numbers]))
 
 
 @lru_cache(maxsize=16)
@@ -161,20 +230,29 @@ def code(
     return [norms, codes] if build.is_stacked else [norms, codes, others]
 
 
-def turn(vectors: mx.array, layout: TurboLayout, scale: float, run: Run) -> mx.array:
-    """Rotate (B, H, 1, D) times ``scale``: float32."""
-    rows, heads, _, _ = vectors.shape
-    launch = turn_launch(layout, rows, heads, vectors.dtype, None)
+def turn(
+    vectors: mx.array, layout: TurboLayout, scale: float, dtype: mx.Dtype, run: Run
+) -> mx.array:
+    """Rotate (B, H, L, D) times ``scale``."""
+    launch = turn_launch(layout, vectors.shape[:3], vectors.dtype, dtype, is_back=False)
     return run(launch, [vectors, _signs(layout), _scale(scale)])[0]
 
 
 def turn_back(
     vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype, run: Run
 ) -> mx.array:
-    """Undo a rotation of (B, H, 1, D) in float32, to a type."""
-    rows, heads, _, _ = vectors.shape
-    launch = turn_launch(layout, rows, heads, vectors.dtype, dtype)
+    """Undo a rotation of (B, H, L, D)."""
+    launch = turn_launch(layout, vectors.shape[:3], vectors.dtype, dtype, is_back=True)
     return run(launch, [vectors, _signs(layout), _scale(1.0)])[0]
+
+
+def look_up(
+    keys: TurboStates, values: TurboStates, dtype: mx.Dtype, run: Run
+) -> list[mx.array]:
+    """Return the rotated keys and values (B, H, L, D)."""
+    launch = look_up_launch(keys.layout, values.layout, keys.shape[:3], dtype)
+    books = _books(keys.layout, values.layout)
+    return run(launch, [*keys.parts, *values.parts, books])
 
 
 def code_where_right(
@@ -191,27 +269,43 @@ def code_where_right(
 
 
 def turn_where_right(
-    vectors: mx.array, layout: TurboLayout, scale: float
+    vectors: mx.array, layout: TurboLayout, scale: float, dtype: mx.Dtype
 ) -> mx.array | None:
     """Run ``turn`` if the kernel supports these arrays accurately here, else return None."""
-    if not _turns(vectors, layout):
+    if not _turns(vectors, layout, dtype):
         return None
-    return turn(vectors, layout, scale, on_device)
+    return turn(vectors, layout, scale, dtype, on_device)
 
 
 def turn_back_where_right(
     vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype
 ) -> mx.array | None:
     """Run ``turn_back`` if the kernel supports these arrays accurately here, else return None."""
-    if dtype not in TYPES or not _turns(vectors, layout):
+    if not _turns(vectors, layout, dtype):
         return None
     return turn_back(vectors, layout, dtype, on_device)
 
 
-def _turns(vectors: mx.array, layout: TurboLayout) -> bool:
-    if device() is not Device.CUDA or vectors.dtype not in TYPES:
+def _turns(vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype) -> bool:
+    if device() is not Device.CUDA or not {vectors.dtype, dtype} <= set(TYPES):
         return False
-    return _has_depth(layout) and _turns_right(layout, vectors.dtype)
+    return _has_depth(layout) and _turns_right(layout, vectors.dtype, dtype)
+
+
+def look_up_where_right(
+    keys: TurboStates, values: TurboStates, dtype: mx.Dtype
+) -> list[mx.array] | None:
+    """Run ``look_up`` if the kernel supports these arrays accurately here, else return None."""
+    if device() is not Device.CUDA or dtype not in TYPES:
+        return None
+    if keys.shape[:3] != values.shape[:3]:
+        return None
+    layouts = (keys.layout, values.layout)
+    if any(layout.depth % UNIT for layout in layouts):
+        return None
+    if not _looks_up_right(*layouts, dtype):
+        return None
+    return look_up(keys, values, dtype, on_device)
 
 
 @lru_cache(maxsize=64)
@@ -239,11 +333,20 @@ def _is_right(build: CodeBuild) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _turns_right(layout: TurboLayout, dtype: mx.Dtype) -> bool:
+def _turns_right(layout: TurboLayout, dtype: mx.Dtype, out: mx.Dtype) -> bool:
     return is_right(
-        lambda: farthest_turned(layout, dtype, on_device),
+        lambda: farthest_turned(layout, dtype, out, on_device),
         TOLERANCE,
         "TurboQuant's queries are turned by operations: the kernel that turns",
+    )
+
+
+@lru_cache(maxsize=64)
+def _looks_up_right(keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype) -> bool:
+    return is_right(
+        lambda: farthest_looked_up(keys, values, dtype, on_device),
+        0,
+        "TurboQuant's codes are looked up by operations: the kernel that looks up",
     )
 
 
@@ -289,13 +392,45 @@ def farthest(build: CodeBuild, run: Run, columns: int = 3, seed: int = 0) -> flo
 
 
 def farthest_turned(
-    layout: TurboLayout, dtype: mx.Dtype, run: Run, seed: int = 0
+    layout: TurboLayout, dtype: mx.Dtype, out: mx.Dtype, run: Run, seed: int = 0
 ) -> float:
-    """Return the largest error of a number that is turned, and of one that is turned back, as shares of their size."""
+    """Return the largest error of a number that is turned, and of one that is turned back.
+
+    An error is a share of a number's size, beyond what its type rounds.
+    """
     random = np.random.RandomState(seed)
-    vectors = mx.array(random.standard_normal((2, 3, 1, layout.depth))).astype(dtype)
-    turned = turn(vectors, layout, 0.25, run)
-    there = mx.abs(turned - layout.rotated(vectors, 0.25)).max()
-    back = turn_back(turned, layout, mx.float32, run)
-    home = mx.abs(back - layout.restored(turned)).max()
-    return max(float(there), float(home))
+    vectors = mx.array(random.standard_normal((2, 3, 5, layout.depth))).astype(dtype)
+    pairs = (
+        (turn(vectors, layout, 0.25, out, run), layout.rotated(vectors, 0.25)),
+        (turn_back(vectors, layout, out, run), _restored(vectors, layout)),
+    )
+    errors = [_beyond_rounding(found, right) for found, right in pairs]
+    return max(errors)
+
+
+def _restored(vectors: mx.array, layout: TurboLayout) -> mx.array:
+    return layout.restored(vectors.astype(mx.float32))
+
+
+def _beyond_rounding(found: mx.array, right: mx.array) -> float:
+    """Return the largest difference, less what ``found``'s type rounds of a number."""
+    off = mx.abs(found.astype(mx.float32) - right)
+    rounded = mx.abs(right) * (mx.finfo(found.dtype).eps / 2)
+    return float((off - rounded).max())
+
+
+def farthest_looked_up(
+    keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype, run: Run, seed: int = 0
+) -> float:
+    """Return the largest difference from what operations look up, over columns of longer arrays."""
+    random = np.random.RandomState(seed)
+    given: list[TurboStates] = []
+    for layout in (keys, values):
+        vectors = mx.array(random.standard_normal((2, 3, 41, layout.depth)) * 3)
+        coded = layout.code(vectors.astype(mx.float32))
+        given.append(coded.between(0, 37))
+    found = look_up(given[0], given[1], dtype, run)
+    return max(
+        float(mx.abs(one - states.rotated().astype(dtype)).max())
+        for one, states in zip(found, given, strict=True)
+    )

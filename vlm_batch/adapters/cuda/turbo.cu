@@ -1,8 +1,8 @@
 // TurboQuant's rotation and codes: a vector's norm, and a code for each number of its rotated direction. Compiled by NVRTC, and as
-// C++ by the tests: nothing of CUDA's but the names in tests/block.h.
+// C++ by the tests: nothing of CUDA's but the names in tests/kernels/block.h.
 //
-// A block works on one vector, and has a thread for each of its DEPTH numbers, a power of two of at least 32. So what it finds is
-// a function of that vector alone.
+// Where vectors are turned, a block works on one, and has a thread for each of its DEPTH numbers, a power of two of at least 32.
+// So what it finds is a function of that vector alone.
 
 namespace turbo {
 
@@ -87,6 +87,22 @@ __device__ void turn(const T* vector, long long stride, const float* signs, floa
   } else {
     out[thread] = O(hadamard<DEPTH>(number * (scale * signs[thread]), room));
   }
+}
+
+// Eight numbers of the book, times a vector's norm, by the codes from number `8 * unit` on.
+template <typename T, int BITS>
+__device__ void look_up(const unsigned int* words, int unit, float norm, const float* book, T* out) {
+  struct alignas(16) Eight {
+    T at[8];
+  } found;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int bit = (8 * unit + i) * BITS, word = bit / 32, shift = bit % 32;
+    unsigned int code = words[word] >> shift;
+    if (shift + BITS > 32) code |= words[word + 1] << (32 - shift);
+    found.at[i] = T(book[code & ((1u << BITS) - 1u)] * norm);
+  }
+  *reinterpret_cast<Eight*>(out + 8 * unit) = found;
 }
 
 }  // namespace turbo
