@@ -25,56 +25,75 @@ from vlm_batch.arrays import round_up
 from vlm_batch.caches.turbo import TurboLayout, TurboStates
 from vlm_batch.runtime.device import Device, device
 
-#: Numbers of a vector, a thread for each.
+#: Numbers of a vector that a warp turns.
 NARROWEST, WIDEST = 32, 256
-#: Numbers that a thread looks up, and threads that do so.
-UNIT, THREADS = 8, 256
+#: Numbers of a thread, as in ``turbo.cu``; threads of a block.
+UNIT, THREADS = 8, 128
 #: How far rounding may carry a direction's number over a bound.
 TOLERANCE = 1e-5
 #: How far a norm may be rounded, as a share of it: float16 has ten digits.
 OF_NORM = 2.0**-10
 
 _CODE = """
-  constexpr int HEADS = HEADS_K + HEADS_V, BOUNDS_K = (1 << BITS_K) - 1;
-  constexpr int WIDTH_K = (DEPTH * BITS_K + 31) / 32, WIDTH_V = (DEPTH * BITS_V + 31) / 32;
-  const int column = blockIdx.x, columns = gridDim.x;
-  const long long head = blockIdx.y, row = blockIdx.z;
-  const long long at = (row * HEADS + head) * columns + column;
-  if (head < HEADS_K) {
-    const T* vector = keys + row * keys_strides[0] + head * keys_strides[1] + column * keys_strides[2];
+  constexpr int HEADS = HEADS_K + HEADS_V, BOUNDS_K = (1 << BITS_K) - 1, BOUNDS = BOUNDS_K + (1 << BITS_V) - 1;
+  constexpr int WIDTH_K = DEPTH * BITS_K / 32, WIDTH_V = DEPTH * BITS_V / 32, LANES = turbo::lanes<DEPTH>();
+  __shared__ float shared[BOUNDS];
+  for (int i = threadIdx.x; i < BOUNDS; i += blockDim.x) shared[i] = bounds[i];
+  __syncthreads();
+  const int lane = threadIdx.x % LANES, columns = keys_shape[2];
+  const long long index = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+  const bool is_there = index < (long long)keys_shape[0] * HEADS * columns;
+  const long long at = is_there ? index : 0;
+  const long long column = at % columns, head = at / columns % HEADS, row = at / columns / HEADS;
+  const bool is_key = head < HEADS_K;
+  const long long other = head - HEADS_K;
+  const T* vector = is_key
+      ? keys + row * keys_strides[0] + head * keys_strides[1] + column * keys_strides[2]
+      : values + row * values_strides[0] + other * values_strides[1] + column * values_strides[2];
+  float number[turbo::UNIT];
+  turbo::load(number, vector, is_key ? keys_strides[3] : values_strides[3], lane);
+  const float size = turbo::direct<DEPTH>(number, is_key ? signs : signs + DEPTH, lane);
+  if (!is_there) return;
+  if (lane == 0) norms[at] = S(fminf(size, 65504.0f));
+  if (is_key) {
     const long long own = IS_STACKED ? at : (row * HEADS_K + head) * columns + column;
-    turbo::code<T, S, DEPTH, BITS_K>(vector, keys_strides[3], signs, bounds, norms + at, codes + own * WIDTH_K);
+    turbo::write_codes<BITS_K>(number, shared, codes + own * WIDTH_K, lane);
   } else {
-    const long long other = head - HEADS_K;
-    const T* vector = values + row * values_strides[0] + other * values_strides[1] + column * values_strides[2];
     const long long own = IS_STACKED ? at : (row * HEADS_V + other) * columns + column;
     unsigned int* words = IS_STACKED ? codes : others;
-    turbo::code<T, S, DEPTH, BITS_V>(
-        vector, values_strides[3], signs + DEPTH, bounds + BOUNDS_K, norms + at, words + own * WIDTH_V);
+    turbo::write_codes<BITS_V>(number, shared + BOUNDS_K, words + own * WIDTH_V, lane);
   }
 """
 _TURN = """
-  const long long column = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+  constexpr int LANES = turbo::lanes<DEPTH>();
+  const int lane = threadIdx.x % LANES, columns = vectors_shape[2], heads = vectors_shape[1];
+  const long long index = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+  const bool is_there = index < (long long)vectors_shape[0] * heads * columns;
+  const long long at = is_there ? index : 0;
+  const long long column = at % columns, head = at / columns % heads, row = at / columns / heads;
   const T* vector = vectors + row * vectors_strides[0] + head * vectors_strides[1] + column * vectors_strides[2];
-  const long long at = (row * gridDim.y + head) * gridDim.x + column;
-  turbo::turn<T, O, DEPTH, IS_BACK>(vector, vectors_strides[3], signs, scale[0], out + at * DEPTH);
+  float number[turbo::UNIT];
+  turbo::load(number, vector, vectors_strides[3], lane);
+  turbo::turn<DEPTH, IS_BACK>(number, signs, scale[0], lane);
+  if (is_there) turbo::store<O>(number, out + at * DEPTH, lane);
 """
 
 
 def _looked_up(what: str, letter: str, book: str) -> str:
-    """Return C++ that looks up a thread's unit of keys or of values."""
+    """Return C++ that looks up a thread's numbers of keys or of values."""
     norms, codes = f"{what}_norms", f"{what}_codes"
     at = " + ".join(
         f"{index} * {{0}}_strides[{axis}]"
         for axis, index in enumerate(("row", "head", "column"))
     )
     return f"""
-    constexpr int UNITS = DEPTH_{letter} / 8;
-    const long long column = index / UNITS, columns = {norms}_shape[2];
+    constexpr int LANES = turbo::lanes<DEPTH_{letter}>();
+    const long long column = index / LANES, columns = {norms}_shape[2];
     if (column < columns) {{
+      const int lane = index % LANES;
       const float norm = float({norms}[{at.format(norms)}]);
-      T* out = {what} + ((row * gridDim.y + head) * columns + column) * DEPTH_{letter};
-      turbo::look_up<T, BITS_{letter}>({codes} + {at.format(codes)}, index % UNITS, norm, {book}, out);
+      turbo::look_up<BITS_{letter}>(number, {codes} + {at.format(codes)}, norm, {book}, lane);
+      turbo::store<T>(number, {what} + ((row * gridDim.y + head) * columns + column) * DEPTH_{letter}, lane);
     }}"""
 
 
@@ -84,6 +103,7 @@ _LOOK_UP = f"""
   for (int i = threadIdx.x; i < NUMBERS; i += blockDim.x) book[i] = books[i];
   __syncthreads();
   const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, row = blockIdx.z / 2;
+  float number[turbo::UNIT];
   if (blockIdx.z % 2 == 0) {{{_looked_up("keys", "K", "book")}
   }} else {{{_looked_up("values", "V", "book + NUMBERS_K")}
   }}
@@ -120,6 +140,10 @@ class CodeBuild(NamedTuple):
         return self.keys.is_stackable(self.values)
 
 
+def _grid(vectors: int, depth: int) -> tuple[int, int, int]:
+    return (round_up(vectors * depth // UNIT, THREADS), 1, 1)
+
+
 @lru_cache(maxsize=256)
 def code_launch(build: CodeBuild, rows: int, columns: int) -> Launch:
     keys, values, heads = build.keys, build.values, sum(build.heads)
@@ -140,8 +164,8 @@ def code_launch(build: CodeBuild, rows: int, columns: int) -> Launch:
     return Launch(
         code_kernel(),
         tuple(template.items()),
-        (keys.depth * columns, heads, rows),
-        (keys.depth, 1, 1),
+        _grid(rows * heads * columns, keys.depth),
+        (THREADS, 1, 1),
         ((rows, heads, columns, 1), codes, others),
         (mx.float16, mx.uint32, mx.uint32),
     )
@@ -162,8 +186,8 @@ def turn_launch(
     return Launch(
         turn_kernel(),
         tuple(template.items()),
-        (layout.depth * columns, heads, rows),
-        (layout.depth, 1, 1),
+        _grid(rows * heads * columns, layout.depth),
+        (THREADS, 1, 1),
         ((*shape, layout.depth),),
         (out,),
     )

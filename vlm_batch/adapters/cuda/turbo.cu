@@ -1,41 +1,63 @@
 // TurboQuant's rotation and codes: a vector's norm, and a code for each number of its rotated direction. Compiled by NVRTC, and as
 // C++ by the tests: nothing of CUDA's but the names in tests/kernels/block.h.
 //
-// Where vectors are turned, a block works on one, and has a thread for each of its DEPTH numbers, a power of two of at least 32.
-// So what it finds is a function of that vector alone.
+// A thread has UNIT numbers of a vector of DEPTH, a power of two of at least 32, and the vector's threads are lanes of one warp.
+// So what they find is a function of that vector alone.
 
 namespace turbo {
 
-// The sum of all threads' values, in the order of a tree.
+constexpr int UNIT = 8;
+constexpr unsigned int ALL = 0xffffffffu;
+
 template <int DEPTH>
-__device__ float sum_of(float value, float* room) {
-  const int thread = threadIdx.x;
-  room[thread] = value;
-#pragma unroll
-  for (int half = DEPTH / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (thread < half) room[thread] += room[thread + half];
-  }
-  __syncthreads();
-  const float sum = room[0];
-  __syncthreads();
-  return sum;
+__device__ constexpr int lanes() {
+  return DEPTH / UNIT;
 }
 
-// This thread's number of the Hadamard transform of all threads' values, which keeps lengths.
-template <int DEPTH>
-__device__ float hadamard(float value, float* room) {
-  const int thread = threadIdx.x;
-  float sum = value;
+template <typename T>
+struct alignas(16) Unit {
+  T at[UNIT];
+};
+
+// Loads a lane's numbers of a vector, which lie `stride` apart.
+template <typename T>
+__device__ void load(float (&number)[UNIT], const T* vector, long long stride, int lane) {
 #pragma unroll
-  for (int step = 1; step < DEPTH; step *= 2) {
-    room[thread] = sum;
-    __syncthreads();
-    const float other = room[thread ^ step];
-    sum = thread & step ? other - sum : sum + other;
-    __syncthreads();
-  }
-  return sum * (1.0f / sqrtf(float(DEPTH)));
+  for (int i = 0; i < UNIT; i++) number[i] = float(vector[(UNIT * lane + i) * stride]);
+}
+
+// The length of the lanes' vector.
+template <int DEPTH>
+__device__ float size_of(const float (&number)[UNIT]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < UNIT; i++) sum = fmaf(number[i], number[i], sum);
+#pragma unroll
+  for (int apart = 1; apart < lanes<DEPTH>(); apart *= 2) sum += __shfl_xor_sync(ALL, sum, apart);
+  return sqrtf(sum);
+}
+
+// The Hadamard transform of the lanes' vector, which keeps lengths.
+template <int DEPTH>
+__device__ void hadamard(float (&number)[UNIT], int lane) {
+#pragma unroll
+  for (int apart = 1; apart < UNIT; apart *= 2)
+#pragma unroll
+    for (int i = 0; i < UNIT; i++)
+      if (!(i & apart)) {
+        const float low = number[i], high = number[i + apart];
+        number[i] = low + high, number[i + apart] = low - high;
+      }
+#pragma unroll
+  for (int apart = 1; apart < lanes<DEPTH>(); apart *= 2)
+#pragma unroll
+    for (int i = 0; i < UNIT; i++) {
+      const float other = __shfl_xor_sync(ALL, number[i], apart);
+      number[i] = lane & apart ? other - number[i] : number[i] + other;
+    }
+  const float scale = 1.0f / sqrtf(float(DEPTH));
+#pragma unroll
+  for (int i = 0; i < UNIT; i++) number[i] *= scale;
 }
 
 // How many of the ascending bounds, one less than 1 << BITS, are below a number.
@@ -48,61 +70,61 @@ __device__ unsigned int code_of(float number, const float* bounds) {
   return code;
 }
 
-// Word `at` of codes of BITS each, lowest bits first.
-template <int DEPTH, int BITS>
-__device__ unsigned int word_of(int at, const unsigned int* codes) {
-  unsigned int word = 0;
-  const int first = 32 * at;
-  for (int i = first / BITS; i * BITS < first + 32 && i < DEPTH; i++) {
-    const int shift = i * BITS - first;
-    word |= shift < 0 ? codes[i] >> -shift : codes[i] << shift;
-  }
-  return word;
-}
-
-// Codes the block's vector, whose numbers lie `stride` apart. `signs` (DEPTH) come before the transform.
-template <typename T, typename S, int DEPTH, int BITS>
-__device__ void code(const T* vector, long long stride, const float* signs, const float* bounds, S* norm, unsigned int* words) {
-  __shared__ float room[DEPTH];
-  __shared__ unsigned int codes[DEPTH];
-  const int thread = threadIdx.x;
-  const float number = float(vector[thread * stride]);
-  const float size = sqrtf(sum_of<DEPTH>(number * number, room));
-  const float turned = hadamard<DEPTH>(number / fmaxf(size, 1e-6f) * signs[thread], room);
-  codes[thread] = code_of<BITS>(turned, bounds);
-  __syncthreads();
-  constexpr int WIDTH = (DEPTH * BITS + 31) / 32;
-  if (thread < WIDTH) words[thread] = word_of<DEPTH, BITS>(thread, codes);
-  if (thread == 0) *norm = S(fminf(size, 65504.0f));
-}
-
-// Rotates the block's vector times `scale`; IS_BACK: undoes it.
-template <typename T, typename O, int DEPTH, bool IS_BACK>
-__device__ void turn(const T* vector, long long stride, const float* signs, float scale, O* out) {
-  __shared__ float room[DEPTH];
-  const int thread = threadIdx.x;
-  const float number = float(vector[thread * stride]);
-  if (IS_BACK) {
-    out[thread] = O(hadamard<DEPTH>(number, room) * signs[thread]);
-  } else {
-    out[thread] = O(hadamard<DEPTH>(number * (scale * signs[thread]), room));
-  }
-}
-
-// Eight numbers of the book, times a vector's norm, by the codes from number `8 * unit` on.
-template <typename T, int BITS>
-__device__ void look_up(const unsigned int* words, int unit, float norm, const float* book, T* out) {
-  struct alignas(16) Eight {
-    T at[8];
-  } found;
+// Writes a lane's codes, BITS bytes: lowest bits first.
+template <int BITS>
+__device__ void write_codes(const float (&number)[UNIT], const float* bounds, unsigned int* words, int lane) {
+  unsigned long long codes = 0;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const int bit = (8 * unit + i) * BITS, word = bit / 32, shift = bit % 32;
+  for (int i = 0; i < UNIT; i++) codes |= (unsigned long long)code_of<BITS>(number[i], bounds) << (BITS * i);
+  unsigned char* const bytes = reinterpret_cast<unsigned char*>(words) + BITS * lane;
+  if constexpr (BITS == 4) {
+    *reinterpret_cast<unsigned int*>(bytes) = (unsigned int)codes;
+  } else {
+#pragma unroll
+    for (int i = 0; i < BITS; i++) bytes[i] = (unsigned char)(codes >> (8 * i));
+  }
+}
+
+// The lanes' rotated direction in place of their vector, and its length.
+template <int DEPTH>
+__device__ float direct(float (&number)[UNIT], const float* signs, int lane) {
+  const float size = size_of<DEPTH>(number), divisor = fmaxf(size, 1e-6f);
+#pragma unroll
+  for (int i = 0; i < UNIT; i++) number[i] = number[i] / divisor * signs[UNIT * lane + i];
+  hadamard<DEPTH>(number, lane);
+  return size;
+}
+
+// Rotates the lanes' vector times `scale`; IS_BACK: undoes it.
+template <int DEPTH, bool IS_BACK>
+__device__ void turn(float (&number)[UNIT], const float* signs, float scale, int lane) {
+  if (!IS_BACK)
+#pragma unroll
+    for (int i = 0; i < UNIT; i++) number[i] *= scale * signs[UNIT * lane + i];
+  hadamard<DEPTH>(number, lane);
+  if (IS_BACK)
+#pragma unroll
+    for (int i = 0; i < UNIT; i++) number[i] *= signs[UNIT * lane + i];
+}
+
+template <typename T>
+__device__ void store(const float (&number)[UNIT], T* vector, int lane) {
+  Unit<T> unit;
+#pragma unroll
+  for (int i = 0; i < UNIT; i++) unit.at[i] = T(number[i]);
+  *reinterpret_cast<Unit<T>*>(vector + UNIT * lane) = unit;
+}
+
+// Numbers of the book by a lane's codes, times the vector's norm.
+template <int BITS>
+__device__ void look_up(float (&number)[UNIT], const unsigned int* words, float norm, const float* book, int lane) {
+#pragma unroll
+  for (int i = 0; i < UNIT; i++) {
+    const int bit = (UNIT * lane + i) * BITS, word = bit / 32, shift = bit % 32;
     unsigned int code = words[word] >> shift;
     if (shift + BITS > 32) code |= words[word + 1] << (32 - shift);
-    found.at[i] = T(book[code & ((1u << BITS) - 1u)] * norm);
+    number[i] = book[code & ((1u << BITS) - 1u)] * norm;
   }
-  *reinterpret_cast<Eight*>(out + 8 * unit) = found;
 }
 
 }  // namespace turbo
