@@ -17,6 +17,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from vlm_batch import VLMBatcher  # noqa: E402
 from vlm_batch.adapters import turning  # noqa: E402
 from vlm_batch.adapters.attention import attention  # noqa: E402
 from vlm_batch.adapters.base import Adapter  # noqa: E402
+from vlm_batch.adapters.cuda import coding  # noqa: E402
+from vlm_batch.adapters.cuda.launches import Launch  # noqa: E402
 from vlm_batch.assets import default_checkpoint  # noqa: E402
 from vlm_batch.caches import Placement, lookups, turbo  # noqa: E402
 from vlm_batch.caches.layers import kind_of  # noqa: E402
@@ -75,10 +78,12 @@ class Shape(NamedTuple):
         return f"{self.layers} layers, {self.heads} heads over {self.kv_heads} of {self.depth}, {name}"
 
 
-#: ``small`` fits two cores; ``large`` has the layers of a model of 7B.
+#: ``small`` fits two cores; ``large`` has the layers of a model of 7B. In ``apart`` heads share no keys.
 SHAPES = {
     "small": Shape(3, 8, 4, 64, mx.float32),
     "large": Shape(8, 32, 8, 128, mx.bfloat16),
+    "apart": Shape(8, 32, 32, 64, mx.bfloat16),
+    "wide": Shape(8, 16, 4, 256, mx.float16),
 }
 
 
@@ -132,44 +137,54 @@ OPERATION = re.compile(r'label ="([A-Za-z]+)[^"]*", shape=rectangle')
 
 
 def launches(args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Operations of one layer that are no views, on a GPU: 32 heads over 8 of 128, bfloat16, 8 rows.
+    """Operations and kernels that one layer starts on CUDA: 32 heads over 8 of 128, bfloat16, 8 rows.
 
-    A step codes and stores a token of each row, and attends to rotated keys; a prompt codes and stores a chunk of 512, looks up
-    all keys and values, and attends. The attention itself is not counted, for exact keys neither. ``fused`` is a step in a
-    graph. They are counted on a CPU, where MLX dequantises uniform bits in many operations.
+    A step codes and stores a token of each row, and attends; a prompt codes and stores a chunk of 512, looks up all keys and
+    values, and attends. The attention itself is not counted, for exact keys neither. They are counted on a CPU, where MLX
+    quantises and dequantises uniform bits in many operations: those of a GPU are 2 and 2.
     """
     found: dict[str, dict[str, int]] = {}
-    print("\noperations of a layer on a GPU, without the attention itself")
-    on_cuda = [
-        mock.patch.object(module, "device", return_value=Device.CUDA)
-        for module in (lookups, turbo, turning)
-    ]
-    for patch in on_cuda:
-        patch.start()
-    for name, kv in SCHEMES.items():
-        counts = {
-            "step": _count(_step_layer(kv)),
-            "step, fused": _count(_step_layer(kv, mx.compile)),
-            "chunk": _count(_chunk_layer(kv)),
-        }
-        found[name] = counts
-        line = "".join(f"  {case} {count}" for case, count in counts.items())
-        print(f"{name}:{line}", flush=True)
-    for patch in on_cuda:
-        patch.stop()
+    kernels: list[Launch] = []
+
+    def stand_in(launch: Launch, _: Any) -> list[mx.array]:
+        kernels.append(launch)
+        pairs = zip(launch.shapes, launch.dtypes, strict=True)
+        outputs = [mx.zeros(shape, dtype) for shape, dtype in pairs]
+        mx.eval(outputs)
+        return outputs
+
+    print("\noperations of a layer on CUDA, without the attention itself")
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(coding, "on_device", stand_in))
+        for module in (lookups, turbo, turning, coding):
+            patch = mock.patch.object(module, "device", return_value=Device.CUDA)
+            stack.enter_context(patch)
+        for check in ("_is_right", "_turns_right", "_restores_right"):
+            patch = mock.patch.object(coding, check, return_value=True)
+            stack.enter_context(patch)
+        for name, kv in SCHEMES.items():
+            counts = {
+                "step": _count(_step_layer(kv), kernels),
+                "chunk": _count(_chunk_layer(kv), kernels),
+            }
+            found[name] = counts
+            line = "".join(f"  {case} {count}" for case, count in counts.items())
+            print(f"{name}:{line}", flush=True)
     return found
 
 
-def _count(arrays: list[mx.array]) -> int:
+def _count(layer: Callable[[], list[mx.array]], kernels: list[Launch]) -> int:
+    """Return how many operations and kernels a call starts; ``kernels`` holds those that were."""
+    mx.eval(layer())  # constants are made once
+    kernels.clear()
     graph = io.StringIO()
-    mx.export_to_dot(graph, *arrays)
+    mx.export_to_dot(graph, *layer())
     counts = Counter(OPERATION.findall(graph.getvalue()))
-    return sum(count for name, count in counts.items() if name not in VIEWS)
+    operations = sum(count for name, count in counts.items() if name not in VIEWS)
+    return operations + len(kernels)
 
 
-def _step_layer(
-    kv: KVQuantisation | None, wrap: Callable[[Any], Any] = lambda function: function
-) -> list[mx.array]:
+def _step_layer(kv: KVQuantisation | None) -> Callable[[], list[mx.array]]:
     """Return what a step of 8 rows makes, unevaluated."""
     own = KVCache() if kv is None else kv.empty()
     own.update_and_fetch(*_random((1, 8, 40, 128), 2))
@@ -178,43 +193,47 @@ def _step_layer(
     for place in range(8):
         layer.put(place, own)
     layer.resize(8)
+    (queries,), (keys, values) = _random((8, 32, 1, 128), 1), _random((8, 8, 1, 128), 2)
+    mx.eval(queries, keys, values, layer.arrays())
+    kernels = turning.Kernels(
+        attend=lambda turned, *_: turned,
+        turn=coding.turn_where_right,
+        turn_back=coding.turn_back_where_right,
+    )
 
-    def step(queries: mx.array, keys: mx.array, values: mx.array) -> list[mx.array]:
+    def step() -> list[mx.array]:
         all_keys, all_values = layer.update_and_fetch(keys, values)
         if not isinstance(all_keys, turning.TurboStates):
             return list(layer.arrays())
         asked = turning.TurnedAttention(queries, all_keys, all_values, 0.1, None, None)
-        kernels = turning.Kernels(attend=lambda turned, *_: turned)
         return [turning.attend_step(asked, kernels), *layer.arrays()]
 
-    given = [*_random((8, 32, 1, 128), 1), *_random((8, 8, 1, 128), 2)]
-    mx.eval(given, layer.arrays(), step(*given))  # constants are made once
-    found: list[mx.array] = wrap(step)(*given)
-    return found
+    return step
 
 
-def _chunk_layer(kv: KVQuantisation | None) -> list[mx.array]:
+def _chunk_layer(kv: KVQuantisation | None) -> Callable[[], list[mx.array]]:
     """Return what a chunk of a prompt makes behind another, unevaluated."""
     own = KVCache() if kv is None else kv.empty()
-    queries, keys, values = (
-        *_random((1, 32, 512, 128), 1),
-        *_random((1, 8, 512, 128), 2),
-    )
+    (queries,), chunk = _random((1, 32, 512, 128), 1), _random((1, 8, 512, 128), 2)
+    kernels = turning.Kernels(restore=coding.restore_where_right)
 
-    def chunk() -> list[mx.array]:
-        states = own.update_and_fetch(keys, values)
-        all_keys, all_values = states
-        if isinstance(all_keys, turning.TurboStates):
-            asked = turning.TurnedAttention(
-                queries, all_keys, all_values, 0.1, "causal", None
-            )
-            return [turning.attend_prompt(asked, lambda *given: sum(given[1:3]))]
+    def attend(_: Any, keys: mx.array, values: mx.array, **__: Any) -> mx.array:
+        return keys
+
+    def layer() -> list[mx.array]:
+        states = own.update_and_fetch(*chunk)
         if kv is None:
             return list(states)
-        return [one.dequantized() for one in states]
+        all_keys, all_values = states
+        if not isinstance(all_keys, turning.TurboStates):
+            return [one.dequantized() for one in states]
+        terms = (0.1, "causal", None)
+        asked = turning.TurnedAttention(queries, all_keys, all_values, *terms)
+        output = turning.attend_prompt(asked, attend, kernels)
+        held = [part for one in (own.keys, own.values) for part in one.parts]
+        return [output, *held]
 
-    mx.eval(chunk())
-    return chunk()
+    return layer
 
 
 def _random(shape: tuple[int, ...], count: int) -> list[mx.array]:

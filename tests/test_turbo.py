@@ -177,8 +177,8 @@ def test_the_kernels_code_and_turn(bits: float, depth: int, dtype: mx.Dtype) -> 
         for out in (dtype, mx.float32):
             off = coding.farthest_turned(layout, dtype, out, emulated.run)
             assert off < coding.TOLERANCE
-    found = coding.farthest_looked_up(*layouts, dtype, emulated.run)
-    assert found == 0
+    off = coding.farthest_restored(*layouts, dtype, emulated.run)
+    assert off < coding.TOLERANCE
 
 
 @needs_compiler
@@ -212,6 +212,38 @@ def test_a_step_whose_kernels_code_and_turn(
     monkeypatch.setattr(coding, "on_device", run)
     by_kernels = answer(Device.CUDA)
     assert launched == ["code", "turn", "turn"]
+    right = answer(Device.CPU)
+    assert not launched
+    assert mx.allclose(by_kernels, right, rtol=0, atol=1e-5).item()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 3.5])
+def test_a_prompt_whose_kernels_code_and_restore(
+    bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: a launch codes a chunk, one restores all columns, and the answer is that of operations."""
+    launched: list[str] = []
+
+    def run(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+        launched.append(launch.kernel.name.split("_")[1])
+        return emulated.run(launch, [mx.contiguous(array) for array in arrays])
+
+    def answer(where: Device) -> mx.array:
+        monkeypatch.setattr(coding, "device", lambda: where)
+        mx.random.seed(5)
+        own = TurboCache(bits)
+        for length in (20, 9):
+            launched.clear()
+            queries = mx.random.normal((1, 4, length, 32))
+            new = [mx.random.normal((1, 2, length, 32)) for _ in range(2)]
+            states = own.update_and_fetch(*new)
+            found = attention(queries, *states, own, 0.2, "causal")
+        return found
+
+    monkeypatch.setattr(coding, "on_device", run)
+    by_kernels = answer(Device.CUDA)
+    assert launched == ["code", "restore"]
     right = answer(Device.CPU)
     assert not launched
     assert mx.allclose(by_kernels, right, rtol=0, atol=1e-5).item()

@@ -40,7 +40,7 @@ TURBO_KERNELS = turning.Kernels(
     cuda_turning.attend_where_right,
     coding.turn_where_right,
     coding.turn_back_where_right,
-    coding.look_up_where_right,
+    coding.restore_where_right,
 )
 
 #: mlx-vlm's own function, kept before any hook.

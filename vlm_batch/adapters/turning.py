@@ -8,7 +8,7 @@ and weights, which are few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
@@ -38,8 +38,8 @@ FEWEST_COLUMNS = 64
 HIDDEN = np.finfo(np.float32).min
 #: One row's keys and values.
 Pair: TypeAlias = tuple[TurboStates, TurboStates]
-#: Attention over arrays: (queries, keys, values, scale, mask) -> output.
-Attend = Callable[[mx.array, mx.array, mx.array, float, Any], mx.array]
+#: Attention over arrays: (queries, keys, values, scale=, mask=) -> output.
+Attend: TypeAlias = Callable[..., mx.array]
 
 
 def _cannot(*_: Any) -> None:
@@ -55,8 +55,8 @@ class Kernels(NamedTuple):
     turn: Callable[..., mx.array | None] = _cannot
     #: Undoes it: (vectors, layout, dtype).
     turn_back: Callable[..., mx.array | None] = _cannot
-    #: Looks up rotated keys and values (B, H, L, D): (keys, values, dtype).
-    look_up: Callable[..., list[mx.array] | None] = _cannot
+    #: Looks up keys and values (B, H, L, D) and turns them back: (keys, values, dtype).
+    restore: Callable[..., list[mx.array] | None] = _cannot
 
 
 OPERATIONS = Kernels()
@@ -138,22 +138,14 @@ def attend_prompt(
     """Attend with several queries, which share one look-up of all keys and values."""
     queries, keys, values, scale, mask, sinks = asked
     dtype = queries.dtype
-    turned = kernels.turn(queries, keys.layout, 1.0, dtype)
-    if turned is None:
-        turned = keys.layout.rotated(queries).astype(dtype)
-    wide = kernels.look_up(keys, values, dtype)
-    if wide is None:
-        wide = [states.rotated().astype(dtype) for states in (keys, values)]
-    wide_keys, wide_values = wide
-    if sinks is None:
-        output = attend(turned, wide_keys, wide_values, scale, mask)
-    else:
-        output = mx.fast.scaled_dot_product_attention(
-            turned, wide_keys, wide_values, scale=scale, mask=mask, sinks=sinks
-        )
-    restored = kernels.turn_back(output, values.layout, dtype)
+    if sinks is not None:
+        attend = partial(mx.fast.scaled_dot_product_attention, sinks=sinks)
+    restored = kernels.restore(keys, values, dtype)
     if restored is not None:
-        return restored
+        return attend(queries, *restored, scale=scale, mask=mask)
+    turned = keys.layout.rotated(queries).astype(dtype)
+    wide = [states.rotated().astype(dtype) for states in (keys, values)]
+    output = attend(turned, *wide, scale=scale, mask=mask)
     return values.layout.restored(output.astype(mx.float32)).astype(dtype)
 
 

@@ -1,7 +1,7 @@
 """TurboQuant's rotations and codes on CUDA (``turbo.cu``): one launch where operations take a dozen.
 
 A vector's codes depend on that vector alone. They are those of operations, but for numbers that rounding carries over a bound.
-What codes mean is looked up bit for bit as operations do.
+A prompt restores keys and values, so it turns no query.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ _TURN = """
 """
 
 
-def _looked_up(what: str, letter: str, book: str) -> str:
-    """Return C++ that looks up a thread's numbers of keys or of values."""
+def _restored(what: str, letter: str, signs: str, book: str) -> str:
+    """Return C++ that restores keys or values."""
     norms, codes = f"{what}_norms", f"{what}_codes"
     at = " + ".join(
         f"{index} * {{0}}_strides[{axis}]"
@@ -88,24 +88,26 @@ def _looked_up(what: str, letter: str, book: str) -> str:
     )
     return f"""
     constexpr int LANES = turbo::lanes<DEPTH_{letter}>();
-    const long long column = index / LANES, columns = {norms}_shape[2];
-    if (column < columns) {{
-      const int lane = index % LANES;
-      const float norm = float({norms}[{at.format(norms)}]);
-      turbo::look_up<BITS_{letter}>(number, {codes} + {at.format(codes)}, norm, {book}, lane);
-      turbo::store<T>(number, {what} + ((row * gridDim.y + head) * columns + column) * DEPTH_{letter}, lane);
-    }}"""
+    const int lane = index % LANES;
+    const bool is_there = index / LANES < columns;
+    const long long column = is_there ? index / LANES : 0;
+    const float norm = float({norms}[{at.format(norms)}]);
+    turbo::look_up<BITS_{letter}>(number, {codes} + {at.format(codes)}, norm, {book}, lane);
+    turbo::turn<DEPTH_{letter}, true>(number, {signs}, 1.0f, lane);
+    T* out = {what} + ((row * gridDim.y + head) * columns + column) * DEPTH_{letter};
+    if (is_there) turbo::store<T>(number, out, lane);"""
 
 
-_LOOK_UP = f"""
+_RESTORE = f"""
   constexpr int NUMBERS_K = 1 << BITS_K, NUMBERS = NUMBERS_K + (1 << BITS_V);
   __shared__ float book[NUMBERS];
   for (int i = threadIdx.x; i < NUMBERS; i += blockDim.x) book[i] = books[i];
   __syncthreads();
-  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, row = blockIdx.z / 2;
+  const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x, columns = keys_norms_shape[2];
+  const long long head = blockIdx.y, row = blockIdx.z / 2;
   float number[turbo::UNIT];
-  if (blockIdx.z % 2 == 0) {{{_looked_up("keys", "K", "book")}
-  }} else {{{_looked_up("values", "V", "book + NUMBERS_K")}
+  if (blockIdx.z % 2 == 0) {{{_restored("keys", "K", "signs", "book")}
+  }} else {{{_restored("values", "V", "signs + DEPTH_K", "book + NUMBERS_K")}
   }}
 """
 
@@ -122,9 +124,10 @@ def turn_kernel() -> Kernel:
 
 
 @lru_cache(maxsize=1)
-def look_up_kernel() -> Kernel:
-    inputs = ("keys_norms", "keys_codes", "values_norms", "values_codes", "books")
-    return kernel("turbo", "read", inputs, ("keys", "values"), _LOOK_UP)
+def restore_kernel() -> Kernel:
+    coded = ("keys_norms", "keys_codes", "values_norms", "values_codes")
+    inputs = (*coded, "signs", "books")
+    return kernel("turbo", "restore", inputs, ("keys", "values"), _RESTORE)
 
 
 class CodeBuild(NamedTuple):
@@ -194,10 +197,10 @@ def turn_launch(
 
 
 @lru_cache(maxsize=256)
-def look_up_launch(
+def restore_launch(
     keys: TurboLayout, values: TurboLayout, shape: tuple[int, int, int], dtype: mx.Dtype
 ) -> Launch:
-    """Return the launch that looks keys and values (rows, heads, columns) up."""
+    """Return the launch that restores keys and values (rows, heads, columns)."""
     template = {
         "T": dtype,
         "DEPTH_K": keys.depth,
@@ -208,7 +211,7 @@ def look_up_launch(
     rows, heads, columns = shape
     units = columns * max(keys.depth, values.depth) // UNIT
     return Launch(
-        look_up_kernel(),
+        restore_kernel(),
         tuple(template.items()),
         (round_up(units, THREADS), heads, 2 * rows),
         (THREADS, 1, 1),
@@ -270,13 +273,14 @@ def turn_back(
     return run(launch, [vectors, _signs(layout), _scale(1.0)])[0]
 
 
-def look_up(
+def restore(
     keys: TurboStates, values: TurboStates, dtype: mx.Dtype, run: Run
 ) -> list[mx.array]:
-    """Return the rotated keys and values (B, H, L, D)."""
-    launch = look_up_launch(keys.layout, values.layout, keys.shape[:3], dtype)
-    books = _books(keys.layout, values.layout)
-    return run(launch, [*keys.parts, *values.parts, books])
+    """Return keys and values (B, H, L, D) in full."""
+    layouts = (keys.layout, values.layout)
+    launch = restore_launch(*layouts, keys.shape[:3], dtype)
+    constants = [_signs(*layouts), _books(*layouts)]
+    return run(launch, [*keys.parts, *values.parts, *constants])
 
 
 def code_where_right(
@@ -316,20 +320,18 @@ def _turns(vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype) -> bool:
     return _has_depth(layout) and _turns_right(layout, vectors.dtype, dtype)
 
 
-def look_up_where_right(
+def restore_where_right(
     keys: TurboStates, values: TurboStates, dtype: mx.Dtype
 ) -> list[mx.array] | None:
-    """Run ``look_up`` if the kernel supports these arrays accurately here, else return None."""
+    """Run ``restore`` if the kernel supports these arrays accurately here, else return None."""
     if device() is not Device.CUDA or dtype not in TYPES:
         return None
-    if keys.shape[:3] != values.shape[:3]:
-        return None
     layouts = (keys.layout, values.layout)
-    if any(layout.depth % UNIT for layout in layouts):
+    if keys.shape[:3] != values.shape[:3] or not all(map(_has_depth, layouts)):
         return None
-    if not _looks_up_right(*layouts, dtype):
+    if not _restores_right(*layouts, dtype):
         return None
-    return look_up(keys, values, dtype, on_device)
+    return restore(keys, values, dtype, on_device)
 
 
 @lru_cache(maxsize=64)
@@ -366,11 +368,11 @@ def _turns_right(layout: TurboLayout, dtype: mx.Dtype, out: mx.Dtype) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _looks_up_right(keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype) -> bool:
+def _restores_right(keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype) -> bool:
     return is_right(
-        lambda: farthest_looked_up(keys, values, dtype, on_device),
-        0,
-        "TurboQuant's codes are looked up by operations: the kernel that looks up",
+        lambda: farthest_restored(keys, values, dtype, on_device),
+        TOLERANCE,
+        "TurboQuant's codes are looked up by operations: the kernel that restores",
     )
 
 
@@ -426,14 +428,12 @@ def farthest_turned(
     vectors = mx.array(random.standard_normal((2, 3, 5, layout.depth))).astype(dtype)
     pairs = (
         (turn(vectors, layout, 0.25, out, run), layout.rotated(vectors, 0.25)),
-        (turn_back(vectors, layout, out, run), _restored(vectors, layout)),
+        (
+            turn_back(vectors, layout, out, run),
+            layout.restored(vectors.astype(mx.float32)),
+        ),
     )
-    errors = [_beyond_rounding(found, right) for found, right in pairs]
-    return max(errors)
-
-
-def _restored(vectors: mx.array, layout: TurboLayout) -> mx.array:
-    return layout.restored(vectors.astype(mx.float32))
+    return max(_beyond_rounding(*pair) for pair in pairs)
 
 
 def _beyond_rounding(found: mx.array, right: mx.array) -> float:
@@ -443,18 +443,18 @@ def _beyond_rounding(found: mx.array, right: mx.array) -> float:
     return float((off - rounded).max())
 
 
-def farthest_looked_up(
+def farthest_restored(
     keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype, run: Run, seed: int = 0
 ) -> float:
-    """Return the largest difference from what operations look up, over columns of longer arrays."""
+    """Return the largest error of a number that is restored, as ``farthest_turned``, over columns of longer arrays."""
     random = np.random.RandomState(seed)
     given: list[TurboStates] = []
     for layout in (keys, values):
-        vectors = mx.array(random.standard_normal((2, 3, 41, layout.depth)) * 3)
+        vectors = mx.array(random.standard_normal((2, 3, 41, layout.depth)))
         coded = layout.code(vectors.astype(mx.float32))
         given.append(coded.between(0, 37))
-    found = look_up(given[0], given[1], dtype, run)
+    found = restore(given[0], given[1], dtype, run)
     return max(
-        float(mx.abs(one - states.rotated().astype(dtype)).max())
+        _beyond_rounding(one, states.dequantized())
         for one, states in zip(found, given, strict=True)
     )
