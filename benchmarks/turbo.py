@@ -159,7 +159,7 @@ def launches(args: argparse.Namespace) -> dict[str, dict[str, int]]:
         for module in (lookups, turbo, turning, coding):
             patch = mock.patch.object(module, "device", return_value=Device.CUDA)
             stack.enter_context(patch)
-        for check in ("_is_right", "_turns_right", "_restores_right"):
+        for check in ("_is_right", "_restores_right"):
             patch = mock.patch.object(coding, check, return_value=True)
             stack.enter_context(patch)
         for name, kv in SCHEMES.items():
@@ -195,11 +195,7 @@ def _step_layer(kv: KVQuantisation | None) -> Callable[[], list[mx.array]]:
     layer.resize(8)
     (queries,), (keys, values) = _random((8, 32, 1, 128), 1), _random((8, 8, 1, 128), 2)
     mx.eval(queries, keys, values, layer.arrays())
-    kernels = turning.Kernels(
-        attend=lambda turned, *_: turned,
-        turn=coding.turn_where_right,
-        turn_back=coding.turn_back_where_right,
-    )
+    kernels = turning.Kernels(attend=lambda queries, *_: queries)
 
     def step() -> list[mx.array]:
         all_keys, all_values = layer.update_and_fetch(keys, values)

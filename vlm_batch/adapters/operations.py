@@ -37,10 +37,7 @@ from vlm_batch.runtime.device import Device, device
 
 turbo.code_by_kernel = coding.code_where_right
 TURBO_KERNELS = turning.Kernels(
-    cuda_turning.attend_where_right,
-    coding.turn_where_right,
-    coding.turn_back_where_right,
-    coding.restore_where_right,
+    cuda_turning.attend_where_right, coding.restore_where_right
 )
 
 #: mlx-vlm's own function, kept before any hook.

@@ -49,12 +49,8 @@ def _cannot(*_: Any) -> None:
 class Kernels(NamedTuple):
     """What a device has kernels for. Each returns None where it cannot, and operations do it."""
 
-    #: Attends with rotated queries (B, H, 1, D): (queries, keys, values, mask).
+    #: Attends with one query a row: (queries (B, H, 1, D), keys, values, scale, mask).
     attend: Callable[..., mx.array | None] = _cannot
-    #: Rotates (B, H, L, D): (vectors, layout, scale, dtype).
-    turn: Callable[..., mx.array | None] = _cannot
-    #: Undoes it: (vectors, layout, dtype).
-    turn_back: Callable[..., mx.array | None] = _cannot
     #: Looks up keys and values (B, H, L, D) and turns them back: (keys, values, dtype).
     restore: Callable[..., list[mx.array] | None] = _cannot
 
@@ -94,23 +90,15 @@ class TurnedAttention(NamedTuple):
         heads, groups = self.queries.shape[1], self.keys.shape[1]
         return groups, heads // groups
 
-    def turned(self, kernels: Kernels = OPERATIONS) -> mx.array:
+    def turned(self) -> mx.array:
         """Return one scaled query a row, rotated as keys are. Heads that share keys become rows: (B, G, R, D)."""
         batch, _, _, depth = self.queries.shape
-        layout = self.keys.layout
-        found = kernels.turn(self.queries, layout, self.scale, mx.float32)
-        if found is not None:
-            return found.reshape(batch, *self.groups, depth)
         apart = self.queries.reshape(batch, *self.groups, depth)
-        return layout.rotated(apart, self.scale)
+        return self.keys.layout.rotated(apart, self.scale)
 
-    def turned_back(self, output: mx.array, kernels: Kernels = OPERATIONS) -> mx.array:
+    def turned_back(self, output: mx.array) -> mx.array:
         """Return the output (B, G, R, D_v) of one query a row as it is without a rotation: (B, H, 1, D_v)."""
         batch, heads, _, _ = self.queries.shape
-        apart = output.reshape(batch, heads, 1, output.shape[3])
-        found = kernels.turn_back(apart, self.values.layout, self.queries.dtype)
-        if found is not None:
-            return found
         restored = self.values.layout.restored(output)
         return restored.reshape(batch, heads, 1, -1).astype(self.queries.dtype)
 
@@ -151,24 +139,23 @@ def attend_prompt(
 
 def attend_step(asked: TurnedAttention, kernels: Kernels = OPERATIONS) -> mx.array:
     """Attend with one query a row (B, H, 1, D); by a kernel if ``keys.by_kernel``."""
-    queries, keys, values, _, _, sinks = asked
+    queries, keys, values, scale, _, sinks = asked
     if _takes_upstreams(asked):
         return _by_upstream(asked)
-    turned, mask, extra = (
-        asked.turned(kernels),
-        asked.by_group(),
-        asked.sinks_by_group(),
-    )
-    output = None
+    mask = asked.by_group()
     if keys.by_kernel and sinks is None:
-        output = _by_kernel(kernels, turned, keys, values, mask)
-    if output is None and lookups.is_numpys():
+        found = kernels.attend(queries, keys, values, scale, mask)
+        if found is not None:
+            return found
+    turned, extra = asked.turned(), asked.sinks_by_group()
+    output = None
+    if lookups.is_numpys():
         rows = range(len(queries))
         pairs = [(keys.of_row(row), values.of_row(row)) for row in rows]
         output = _by_numpy(turned, pairs, mask, extra)
     if output is None:
         output = _by_blocks(turned, keys, values, mask, extra, queries.dtype)
-    return asked.turned_back(output, kernels)
+    return asked.turned_back(output)
 
 
 # By kernels -----------------------------------------------------------------------------------------------------------
@@ -201,20 +188,6 @@ def _upstreams_cache(keys: TurboLayout, values: TurboLayout) -> TurboQuantKVCach
         for layout in (keys, values)
     )
     return cache
-
-
-def _by_kernel(
-    kernels: Kernels,
-    queries: mx.array,
-    keys: TurboStates,
-    values: TurboStates,
-    mask: mx.array | None,
-) -> mx.array | None:
-    """Attend with rotated queries (B, G, R, D) by a kernel, where it can."""
-    batch, groups, shared, depth = queries.shape
-    apart = queries.reshape(batch, groups * shared, 1, depth)
-    found = kernels.attend(apart, keys, values, mask)
-    return None if found is None else found.reshape(batch, groups, shared, -1)
 
 
 # By operations of MLX -------------------------------------------------------------------------------------------------

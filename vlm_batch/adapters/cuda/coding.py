@@ -1,7 +1,6 @@
-"""TurboQuant's rotations and codes on CUDA (``turbo.cu``): one launch where operations take a dozen.
+"""TurboQuant's codes on CUDA (``turbo.cu``), written and read: one launch where operations take a dozen.
 
 A vector's codes depend on that vector alone. They are those of operations, but for numbers that rounding carries over a bound.
-A prompt restores keys and values, so it turns no query.
 """
 
 from __future__ import annotations
@@ -64,19 +63,6 @@ _CODE = """
     turbo::write_codes<BITS_V>(number, shared + BOUNDS_K, words + own * WIDTH_V, lane);
   }
 """
-_TURN = """
-  constexpr int LANES = turbo::lanes<DEPTH>();
-  const int lane = threadIdx.x % LANES, columns = vectors_shape[2], heads = vectors_shape[1];
-  const long long index = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
-  const bool is_there = index < (long long)vectors_shape[0] * heads * columns;
-  const long long at = is_there ? index : 0;
-  const long long column = at % columns, head = at / columns % heads, row = at / columns / heads;
-  const T* vector = vectors + row * vectors_strides[0] + head * vectors_strides[1] + column * vectors_strides[2];
-  float number[turbo::UNIT];
-  turbo::load(number, vector, vectors_strides[3], lane);
-  turbo::turn<DEPTH, IS_BACK>(number, signs, scale[0], lane);
-  if (is_there) turbo::store<O>(number, out + at * DEPTH, lane);
-"""
 
 
 def _restored(what: str, letter: str, signs: str, book: str) -> str:
@@ -93,7 +79,7 @@ def _restored(what: str, letter: str, signs: str, book: str) -> str:
     const long long column = is_there ? index / LANES : 0;
     const float norm = float({norms}[{at.format(norms)}]);
     turbo::look_up<BITS_{letter}>(number, {codes} + {at.format(codes)}, norm, {book}, lane);
-    turbo::turn<DEPTH_{letter}, true>(number, {signs}, 1.0f, lane);
+    turbo::turn_back<DEPTH_{letter}>(number, {signs}, lane);
     T* out = {what} + ((row * gridDim.y + head) * columns + column) * DEPTH_{letter};
     if (is_there) turbo::store<T>(number, out, lane);"""
 
@@ -116,11 +102,6 @@ _RESTORE = f"""
 def code_kernel() -> Kernel:
     inputs = ("keys", "values", "signs", "bounds")
     return kernel("turbo", "code", inputs, ("norms", "codes", "others"), _CODE)
-
-
-@lru_cache(maxsize=1)
-def turn_kernel() -> Kernel:
-    return kernel("turbo", "turn", ("vectors", "signs", "scale"), ("out",), _TURN)
 
 
 @lru_cache(maxsize=1)
@@ -175,28 +156,6 @@ def code_launch(build: CodeBuild, rows: int, columns: int) -> Launch:
 
 
 @lru_cache(maxsize=256)
-def turn_launch(
-    layout: TurboLayout,
-    shape: tuple[int, int, int],
-    dtype: mx.Dtype,
-    out: mx.Dtype,
-    *,
-    is_back: bool,
-) -> Launch:
-    """Return the launch that turns vectors (rows, heads, columns), or turns them back."""
-    template = {"T": dtype, "O": out, "DEPTH": layout.depth, "IS_BACK": is_back}
-    rows, heads, columns = shape
-    return Launch(
-        turn_kernel(),
-        tuple(template.items()),
-        _grid(rows * heads * columns, layout.depth),
-        (THREADS, 1, 1),
-        ((*shape, layout.depth),),
-        (out,),
-    )
-
-
-@lru_cache(maxsize=256)
 def restore_launch(
     keys: TurboLayout, values: TurboLayout, shape: tuple[int, int, int], dtype: mx.Dtype
 ) -> Launch:
@@ -235,11 +194,6 @@ def _books(keys: TurboLayout, values: TurboLayout) -> mx.array:
     return mx.array(np.concatenate([keys.book.numbers, values.book.numbers]))
 
 
-@lru_cache(maxsize=16)
-def _scale(scale: float) -> mx.array:
-    return mx.array([scale], mx.float32)
-
-
 def code(
     build: CodeBuild, keys: mx.array, values: mx.array, run: Run
 ) -> list[mx.array]:
@@ -255,22 +209,6 @@ def code(
     )
     norms, codes, others = run(launch, [keys, values, signs, bounds])
     return [norms, codes] if build.is_stacked else [norms, codes, others]
-
-
-def turn(
-    vectors: mx.array, layout: TurboLayout, scale: float, dtype: mx.Dtype, run: Run
-) -> mx.array:
-    """Rotate (B, H, L, D) times ``scale``."""
-    launch = turn_launch(layout, vectors.shape[:3], vectors.dtype, dtype, is_back=False)
-    return run(launch, [vectors, _signs(layout), _scale(scale)])[0]
-
-
-def turn_back(
-    vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype, run: Run
-) -> mx.array:
-    """Undo a rotation of (B, H, L, D)."""
-    launch = turn_launch(layout, vectors.shape[:3], vectors.dtype, dtype, is_back=True)
-    return run(launch, [vectors, _signs(layout), _scale(1.0)])[0]
 
 
 def restore(
@@ -296,30 +234,6 @@ def code_where_right(
     return code(build, keys, values, on_device)
 
 
-def turn_where_right(
-    vectors: mx.array, layout: TurboLayout, scale: float, dtype: mx.Dtype
-) -> mx.array | None:
-    """Run ``turn`` if the kernel supports these arrays accurately here, else return None."""
-    if not _turns(vectors, layout, dtype):
-        return None
-    return turn(vectors, layout, scale, dtype, on_device)
-
-
-def turn_back_where_right(
-    vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype
-) -> mx.array | None:
-    """Run ``turn_back`` if the kernel supports these arrays accurately here, else return None."""
-    if not _turns(vectors, layout, dtype):
-        return None
-    return turn_back(vectors, layout, dtype, on_device)
-
-
-def _turns(vectors: mx.array, layout: TurboLayout, dtype: mx.Dtype) -> bool:
-    if device() is not Device.CUDA or not {vectors.dtype, dtype} <= set(TYPES):
-        return False
-    return _has_depth(layout) and _turns_right(layout, vectors.dtype, dtype)
-
-
 def restore_where_right(
     keys: TurboStates, values: TurboStates, dtype: mx.Dtype
 ) -> list[mx.array] | None:
@@ -327,7 +241,7 @@ def restore_where_right(
     if device() is not Device.CUDA or dtype not in TYPES:
         return None
     layouts = (keys.layout, values.layout)
-    if keys.shape[:3] != values.shape[:3] or not all(map(_has_depth, layouts)):
+    if keys.shape[:3] != values.shape[:3] or not all(map(has_lanes, layouts)):
         return None
     if not _restores_right(*layouts, dtype):
         return None
@@ -338,14 +252,15 @@ def restore_where_right(
 def is_served(build: CodeBuild) -> bool:
     """Whether the kernel is written for a build."""
     needs = (
-        _has_depth(build.keys),
+        has_lanes(build.keys),
         build.keys.depth == build.values.depth,
         build.dtype in TYPES,
     )
     return all(needs)
 
 
-def _has_depth(layout: TurboLayout) -> bool:
+def has_lanes(layout: TurboLayout) -> bool:
+    """Whether lanes of a warp can rotate a layout's vectors."""
     return layout.turn.ndim == 1 and NARROWEST <= layout.depth <= WIDEST
 
 
@@ -355,15 +270,6 @@ def _is_right(build: CodeBuild) -> bool:
         lambda: farthest(build, on_device),
         TOLERANCE,
         "TurboQuant's codes are found by operations: the kernel that codes",
-    )
-
-
-@lru_cache(maxsize=64)
-def _turns_right(layout: TurboLayout, dtype: mx.Dtype, out: mx.Dtype) -> bool:
-    return is_right(
-        lambda: farthest_turned(layout, dtype, out, on_device),
-        TOLERANCE,
-        "TurboQuant's queries are turned by operations: the kernel that turns",
     )
 
 
@@ -417,25 +323,6 @@ def farthest(build: CodeBuild, run: Run, columns: int = 3, seed: int = 0) -> flo
     return max(errors)
 
 
-def farthest_turned(
-    layout: TurboLayout, dtype: mx.Dtype, out: mx.Dtype, run: Run, seed: int = 0
-) -> float:
-    """Return the largest error of a number that is turned, and of one that is turned back.
-
-    An error is a share of a number's size, beyond what its type rounds.
-    """
-    random = np.random.RandomState(seed)
-    vectors = mx.array(random.standard_normal((2, 3, 5, layout.depth))).astype(dtype)
-    pairs = (
-        (turn(vectors, layout, 0.25, out, run), layout.rotated(vectors, 0.25)),
-        (
-            turn_back(vectors, layout, out, run),
-            layout.restored(vectors.astype(mx.float32)),
-        ),
-    )
-    return max(_beyond_rounding(*pair) for pair in pairs)
-
-
 def _beyond_rounding(found: mx.array, right: mx.array) -> float:
     """Return the largest difference, less what ``found``'s type rounds of a number."""
     off = mx.abs(found.astype(mx.float32) - right)
@@ -446,7 +333,7 @@ def _beyond_rounding(found: mx.array, right: mx.array) -> float:
 def farthest_restored(
     keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype, run: Run, seed: int = 0
 ) -> float:
-    """Return the largest error of a number that is restored, as ``farthest_turned``, over columns of longer arrays."""
+    """Return the largest error of a number that is restored, beyond its type's rounding, over columns of longer arrays."""
     random = np.random.RandomState(seed)
     given: list[TurboStates] = []
     for layout in (keys, values):

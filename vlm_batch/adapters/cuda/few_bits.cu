@@ -102,6 +102,12 @@ __device__ inline void load_eight(unsigned int* words, const unsigned int* row, 
   }
 }
 
+// Leaves queries as they are.
+struct AsGiven {
+  template <int HEADS, int WIDTH>
+  __device__ void apply(float*) const {}
+};
+
 constexpr int WARP = 32;
 constexpr int WARPS = 4;
 constexpr int THREADS = WARP * WARPS;
@@ -127,16 +133,28 @@ struct Sizes {
   static constexpr int TEAM = HEADS <= 1 ? THREADS : HEADS <= 2 ? THREADS / 2 : HEADS <= 4 ? THREADS / 4 : THREADS / 8;
 };
 
-// Block (span, head of keys and tile of its heads of queries, row). `queries` (rows, heads, numbers); `mask` over the columns of a
+// Block (span, head of keys and tile of its heads of queries, row). `queries` (rows, heads, numbers), on which `turn` works;
+// `mask` over the columns of a
 // row, if IS_MASKED. Leaves, for each head of queries and span, the highest score, in powers of 2, and the sum of weights in
 // `stats` (rows, heads, spans, 2), and the sum of values by weights in `sums` (rows, heads, spans, DEPTH_V); a span of which a
 // row sees nothing has a sum of weights of 0, and no sum of values.
-template <typename T, typename K, typename V, typename M, int DEPTH_K, int DEPTH_V, int SHARE, int HEADS, bool IS_MASKED>
+template <
+    typename T,
+    typename Turn,
+    typename K,
+    typename V,
+    typename M,
+    int DEPTH_K,
+    int DEPTH_V,
+    int SHARE,
+    int HEADS,
+    bool IS_MASKED>
 __device__ void attend_span(
     const T* queries,
     long long query_row,
     long long query_head,
     long long query_number,
+    const Turn turn,
     const K keys,
     const V values,
     const M* mask,
@@ -185,6 +203,7 @@ __device__ void attend_span(
     const bool is_there = head < share && number < DEPTH_K;
     flat[i] = is_there ? float(queries[row * query_row + (first + head) * query_head + number * query_number]) * (scale * 1.4426950408889634f) : 0.0f;
   }
+  turn.template apply<HEADS, WIDTH_K>(flat);
   __syncthreads();
   const int end = bounds[0];
   const bool has_holes = bounds[1] != end;

@@ -14,7 +14,14 @@ import mlx.core as mx
 import numpy as np
 
 from vlm_batch.adapters.cuda import spans
-from vlm_batch.adapters.cuda.launches import Kernel, Launch, Run, is_right, on_device
+from vlm_batch.adapters.cuda.launches import (
+    Kernel,
+    Launch,
+    Run,
+    is_right,
+    merging,
+    on_device,
+)
 from vlm_batch.adapters.cuda.one_query import error_of
 from vlm_batch.adapters.cuda.spans import TYPES, MaskForm
 from vlm_batch.arrays import round_up
@@ -72,7 +79,7 @@ def launches_of(build: FewBitsBuild, rows: int, columns: int) -> tuple[Launch, L
         "FIRST_K": first_k,
         "FIRST_V": first_v,
     }
-    return spans.launches(
+    spanning = spans.span_launch(
         span_kernel(build.scale),
         facts,
         (build.heads, kv_heads),
@@ -81,6 +88,7 @@ def launches_of(build: FewBitsBuild, rows: int, columns: int) -> tuple[Launch, L
         build.mask,
         (rows, columns),
     )
+    return spanning, merging(build.dtype, rows, build.heads, layout_v.depth)
 
 
 def attend_where_right(

@@ -2,11 +2,11 @@
 
 namespace spans {
 
-// Block: a row and head of queries; `out` (rows, heads, DEPTH). `stats` (rows, heads, spans, 2) has the highest score of each
+// Block: a row and head of queries. Returns number `threadIdx.x` of its DEPTH to the first threads, and 0 to others. `stats` (rows, heads, spans, 2) has the highest score of each
 // span, in powers of 2, and the sum of weights; `sums` (rows, heads, spans, DEPTH) the sum of values by weights. Spans are added
 // up by SIDES sides, each in their order.
-template <typename T, int DEPTH, int SIDES>
-__device__ void merge(const float* sums, const float* stats, int spans, T* out) {
+template <int DEPTH, int SIDES>
+__device__ float merged(const float* sums, const float* stats, int spans) {
   constexpr int LANES = (DEPTH + 31) / 32 * 32;  // whole warps
   __shared__ float parts[2][SIDES][LANES];
   const int number = threadIdx.x % LANES, side = threadIdx.x / LANES;
@@ -27,11 +27,17 @@ __device__ void merge(const float* sums, const float* stats, int spans, T* out) 
   }
   parts[0][side][number] = sum, parts[1][side][number] = total;
   __syncthreads();
-  if (side == 0 && number < DEPTH) {
+  if (side > 0 || number >= DEPTH) return 0.0f;
 #pragma unroll
-    for (int i = 1; i < SIDES; i++) sum += parts[0][i][number], total += parts[1][i][number];
-    out[head * DEPTH + number] = T(total == 0.0f ? 0.0f : sum / total);  // a place without a row sees nothing
-  }
+  for (int i = 1; i < SIDES; i++) sum += parts[0][i][number], total += parts[1][i][number];
+  return total == 0.0f ? 0.0f : sum / total;  // a place without a row sees nothing
+}
+
+// `out` (rows, heads, DEPTH).
+template <typename T, int DEPTH, int SIDES>
+__device__ void merge(const float* sums, const float* stats, int spans, T* out) {
+  const float found = merged<DEPTH, SIDES>(sums, stats, spans);
+  if (threadIdx.x < DEPTH) out[(long long)blockIdx.x * DEPTH + threadIdx.x] = T(found);
 }
 
 }  // namespace spans

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda.launches import Kernel, Launch, kernel, merging
+from vlm_batch.adapters.cuda.launches import Kernel, Launch, kernel
 
 #: Equal to the constants of ``few_bits.cu``.
 THREADS = SPAN = 128
@@ -64,7 +64,14 @@ def behind_rows(seen: Sequence[int], columns: int) -> mx.array:
 
 
 def span_kernel(
-    name: str, parts: Sequence[str], views: str, scale: float, *more: str
+    name: str,
+    parts: Sequence[str],
+    views: str,
+    scale: float,
+    more: Sequence[str] = (),
+    *,
+    turn: str = "few_bits::AsGiven{}",
+    uses: Sequence[str] = ("masks",),
 ) -> Kernel:
     """Return the kernel for spans of columns.
 
@@ -72,19 +79,23 @@ def span_kernel(
         parts: Names of the arrays of keys, and of values, each (B, H, C, ...).
         views: C++ that makes ``keys`` and ``values`` of them.
         more: Further inputs.
+        turn: C++ of what works on queries first.
+        uses: Files beside ``few_bits.cu``.
     """
     coded = [f"{what}_{part}" for what in ("keys", "values") for part in parts]
     body = f"""
   {views}
-  few_bits::attend_span<T, decltype(keys), decltype(values), M, DEPTH_K, DEPTH_V, SHARE, HEADS, IS_MASKED>(
-      queries, queries_strides[0], queries_strides[1], queries_strides[3], keys, values,
+  const auto turn = {turn};
+  few_bits::attend_span<
+      T, decltype(turn), decltype(keys), decltype(values), M, DEPTH_K, DEPTH_V, SHARE, HEADS, IS_MASKED>(
+      queries, queries_strides[0], queries_strides[1], queries_strides[3], turn, keys, values,
       mask, BY_ROW ? mask_strides[0] : 0, mask_strides[3], {coded[0]}_shape[2], {scale!r}f, sums, stats);
 """
     inputs = ("queries", *coded, *more, "mask")
-    return kernel("few_bits", name, inputs, ("sums", "stats"), body, uses=("masks",))
+    return kernel("few_bits", name, inputs, ("sums", "stats"), body, uses=uses)
 
 
-def launches(
+def span_launch(
     kernel: Kernel,
     facts: dict[str, Any],
     heads: tuple[int, int],
@@ -92,14 +103,14 @@ def launches(
     dtype: mx.Dtype,
     mask: MaskForm,
     shape: tuple[int, int],
-) -> tuple[Launch, Launch]:
-    """Return the launches for spans, and for what they found.
+) -> Launch:
+    """Return the launch for spans of columns.
 
     Args:
         facts: What ``kernel`` must know of the codes.
         heads: Of queries, of keys.
         depths: Of keys, of values.
-        dtype: Of queries and the output.
+        dtype: Of queries.
         shape: Rows, columns.
     """
     (num_heads, kv_heads), (rows, columns) = heads, shape
@@ -117,7 +128,7 @@ def launches(
         **facts,
     }
     each = (rows, num_heads, spans)
-    first = Launch(
+    return Launch(
         kernel,
         tuple(template.items()),
         (THREADS * spans, kv_heads * tiles, rows),
@@ -125,4 +136,3 @@ def launches(
         ((*each, depths[1]), (*each, 2)),
         (mx.float32, mx.float32),
     )
-    return first, merging(dtype, rows, num_heads, depths[1])

@@ -85,26 +85,30 @@ __device__ void write_codes(const float (&number)[UNIT], const float* bounds, un
   }
 }
 
+// Rotates the lanes' vector. `signs` may be scaled.
+template <int DEPTH>
+__device__ void turn(float (&number)[UNIT], const float* signs, int lane) {
+#pragma unroll
+  for (int i = 0; i < UNIT; i++) number[i] *= signs[UNIT * lane + i];
+  hadamard<DEPTH>(number, lane);
+}
+
 // The lanes' rotated direction in place of their vector, and its length.
 template <int DEPTH>
 __device__ float direct(float (&number)[UNIT], const float* signs, int lane) {
   const float size = size_of<DEPTH>(number), divisor = fmaxf(size, 1e-6f);
 #pragma unroll
-  for (int i = 0; i < UNIT; i++) number[i] = number[i] / divisor * signs[UNIT * lane + i];
-  hadamard<DEPTH>(number, lane);
+  for (int i = 0; i < UNIT; i++) number[i] /= divisor;
+  turn<DEPTH>(number, signs, lane);
   return size;
 }
 
-// Rotates the lanes' vector times `scale`; IS_BACK: undoes it.
-template <int DEPTH, bool IS_BACK>
-__device__ void turn(float (&number)[UNIT], const float* signs, float scale, int lane) {
-  if (!IS_BACK)
-#pragma unroll
-    for (int i = 0; i < UNIT; i++) number[i] *= scale * signs[UNIT * lane + i];
+// Undoes it.
+template <int DEPTH>
+__device__ void turn_back(float (&number)[UNIT], const float* signs, int lane) {
   hadamard<DEPTH>(number, lane);
-  if (IS_BACK)
 #pragma unroll
-    for (int i = 0; i < UNIT; i++) number[i] *= signs[UNIT * lane + i];
+  for (int i = 0; i < UNIT; i++) number[i] *= signs[UNIT * lane + i];
 }
 
 template <typename T>
@@ -125,6 +129,40 @@ __device__ void look_up(float (&number)[UNIT], const unsigned int* words, float 
     if (shift + BITS > 32) code |= words[word + 1] << (32 - shift);
     number[i] = book[code & ((1u << BITS) - 1u)] * norm;
   }
+}
+
+// Turns queries in shared memory, HEADS of DEPTH numbers, by all threads of a block.
+struct Turned {
+  const float* signs;
+  template <int HEADS, int DEPTH>
+  __device__ void apply(float* queries) const {
+    constexpr int LANES = lanes<DEPTH>();
+    __syncthreads();
+    for (int first = 0; first < HEADS * LANES; first += blockDim.x) {
+      const int index = first + threadIdx.x, lane = index % LANES;
+      const bool is_there = index < HEADS * LANES;
+      float* const own = queries + (is_there ? index / LANES * DEPTH : 0);
+      float number[UNIT];
+      load(number, own, 1, lane);
+      turn<DEPTH>(number, signs, lane);
+      if (is_there) store<float>(number, own, lane);
+    }
+  }
+};
+
+// Turns a block's vector back, of which each of the first threads has a number, and stores it.
+template <typename T, int DEPTH>
+__device__ void store_turned_back(float found, const float* signs, T* vector) {
+  __shared__ Unit<float> numbers[DEPTH / UNIT];
+  float* const flat = reinterpret_cast<float*>(numbers);
+  if (threadIdx.x < DEPTH) flat[threadIdx.x] = found;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x % lanes<DEPTH>();
+  float number[UNIT];
+  load(number, flat, 1, lane);
+  turn_back<DEPTH>(number, signs, lane);
+  if (threadIdx.x < lanes<DEPTH>()) store<T>(number, vector, lane);
 }
 
 }  // namespace turbo
