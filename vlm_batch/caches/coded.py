@@ -7,7 +7,7 @@ any: ``quantized.py`` and ``turbo.py`` have the layouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx_vlm.models.cache import create_attention_mask
@@ -22,8 +22,13 @@ from vlm_batch.policy import KERNEL, PACKED
 #: Growth of a row's cache, in columns.
 STEP = 256
 
-#: (heads, width, dtype) of a part of a slab.
-PartForm = tuple[int, int, mx.Dtype]
+
+class PartForm(NamedTuple):
+    """What a slab of a part is made by."""
+
+    heads: int
+    width: int
+    dtype: mx.Dtype
 
 
 class States(Protocol):
@@ -58,16 +63,27 @@ class Layout(Protocol):
     ) -> tuple[Any, Any]:
         """Code keys, and values by another layout of the kind."""
 
-    def is_stackable(self, other: Any) -> bool:
-        """Whether codes of another layout of the kind can stand beside its own, as heads of one array."""
+    def num_stacked(self, other: Any) -> int:
+        """Return how many leading parts of keys, and of values by another layout of the kind, are heads of one array."""
 
     def code_stacked(
         self, other: Any, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
-        """Return the parts of keys, and behind them of values by such a layout, as heads."""
+    ) -> list[mx.array]:
+        """Return the stacked parts, those of keys alone and those of values alone; ``halves`` takes them apart."""
 
     def states(self, parts: Sequence[mx.array]) -> Any:
         """Return states of such parts."""
+
+
+def halves(
+    parts: Sequence[mx.array], num_stacked: int, heads: int
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Return the parts of keys, which have so many heads, and of values."""
+    stacked, apart = parts[:num_stacked], parts[num_stacked:]
+    middle = len(apart) // 2
+    of_keys = [*(part[:, :heads] for part in stacked), *apart[:middle]]
+    of_values = [*(part[:, heads:] for part in stacked), *apart[middle:]]
+    return of_keys, of_values
 
 
 class CodedCache(CacheKind):
@@ -178,66 +194,56 @@ def _joined(parts: list[mx.array]) -> mx.array:
 class CodedSlabCache(SlabCache):
     """Full attention as slabs of parts, each (S, H, C, ...).
 
-    Stacking keys and values that are coded alike as heads saves operations. ``few_bits`` decides what models get for one
-    layer's attention.
+    Parts of keys and values that look alike are heads of one slab, which saves operations. ``few_bits`` decides what models
+    get for one layer's attention.
     """
-
-    # parts, with the values' heads last if stacked; or None
-    keys: Any
-    values: Any  # parts likewise, () if stacked; or None
 
     def __init__(
         self, num_places: int, like: CodedCache, *, few_bits: str = PACKED
     ) -> None:
         super().__init__(num_places)
         self.few_bits = few_bits
+        #: Stacked parts, those of keys alone, and those of values alone.
+        self.slabs: tuple[mx.array, ...] = ()
         self._like = like  # an empty row's cache
         self._heads = (0, 0)  # of keys, of values
         self._layouts: tuple[Any, ...] = ()
-        #: (heads, width, dtype) of every part of every slab.
-        self._parts: list[list[PartForm]] = []
+        self._forms: list[PartForm] = []  # of each slab
 
     def put(self, place: int, cache: CodedCache) -> None:
         length, states = cache.offset, cache.state
         keys, values = states
         self._layouts = (keys.layout, values.layout)
         self._heads = (keys.shape[1], values.shape[1])
-        if self._is_stacked:
-            self._parts = [_forms(keys, sum(self._heads))]
-        else:
-            self._parts = [_forms(one, one.shape[1]) for one in states]
-        self._reserve_parts(length + 1)
+        self._forms = self._forms_of(keys, values)
+        self._reserve_slabs(length + 1)
         self._left[place] = max(self._left[place], length, self.ahead)
-        for (slabs, heads), one in zip(self._halves(), states, strict=True):
-            for slab, part in zip(slabs, one.parts, strict=True):
-                slab[place : place + 1, heads, :length] = part
+        for where, one in zip(self._where(), states, strict=True):
+            for (at, heads), part in zip(where, one.parts, strict=True):
+                self.slabs[at][place : place + 1, heads, :length] = part
         self._wipe(place, length)
         self._lengths[place] = length
 
     def extract(self, place: int) -> Any:
         length = self._lengths[place]
-        halves: list[Any] = []
-        for (slabs, heads), layout in zip(self._halves(), self._layouts, strict=True):
-            at = (slice(place, place + 1), heads, slice(length))
-            halves.append(layout.states([own_array(slab[at]) for slab in slabs]))
-        keys, values = halves
+        extracted: list[Any] = []
+        for where, layout in zip(self._where(), self._layouts, strict=True):
+            parts = [
+                own_array(self.slabs[at][place : place + 1, heads, :length])
+                for at, heads in where
+            ]
+            extracted.append(layout.states(parts))
+        keys, values = extracted
         return self._like.holding(keys, values, length)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         count = keys.shape[2]
         of_keys, of_values = self._layouts
-        if self._is_stacked:
-            new = [of_keys.code_stacked(of_values, keys, values), ()]
-        else:
-            coded = of_keys.code_with(of_values, keys, values)
-            new = [states.parts for states in coded]
-        self._reserve_parts(self._columns(count))
+        new = of_keys.code_stacked(of_values, keys, values)
+        self._reserve_slabs(self._columns(count))
         at, self.ahead = columns_at(self._positions(), count), max(self.ahead, count)
-        written: list[tuple[mx.array, ...]] = []
-        for slabs, parts in zip((self.keys, self.values), new, strict=True):
-            pairs = zip(slabs, parts, strict=True)
-            written.append(tuple(put_columns(slab, at, part) for slab, part in pairs))
-        self.keys, self.values = written
+        pairs = zip(self.slabs, new, strict=True)
+        self.slabs = tuple(put_columns(slab, at, part) for slab, part in pairs)
 
     @property
     def has_graphs_kernels(self) -> bool:  # type: ignore[override]
@@ -245,52 +251,52 @@ class CodedSlabCache(SlabCache):
         return self.few_bits == KERNEL
 
     def graph_key(self) -> tuple[Any, ...]:
-        self._reserve_parts(self._columns(1))
-        return (tuple(part.shape for part in self.arrays()), self._mask_dtype())
+        self._reserve_slabs(self._columns(1))
+        return (tuple(part.shape for part in self.slabs), self._mask_dtype())
 
     def arrays(self) -> list[mx.array]:
-        return [*(self.keys or ()), *(self.values or ())]
+        return list(self.slabs)
 
-    @property
-    def _is_stacked(self) -> bool:
+    def _num_stacked(self) -> int:
         keys, values = self._layouts
-        return bool(keys.is_stackable(values))
+        return int(keys.num_stacked(values))
 
-    def _halves(self) -> list[tuple[Sequence[mx.array], slice]]:
-        """(slabs, heads) of keys and of values."""
-        if not self._is_stacked:
-            return [(self.keys, slice(None)), (self.values, slice(None))]
-        behind_keys = self._heads[0]
+    def _where(self) -> list[list[tuple[int, slice]]]:
+        """Return the slab of each part of keys, and of values, and their heads in it."""
+        num_stacked, (num_keys, _) = self._num_stacked(), self._heads
+        apart = range(num_stacked, len(self._forms))
+        middle = len(apart) // 2
+        own_heads = (slice(num_keys), slice(num_keys, None))
+        own_slabs = (apart[:middle], apart[middle:])
         return [
-            (self.keys, slice(behind_keys)),
-            (self.keys, slice(behind_keys, None)),
+            [(at, heads) for at in range(num_stacked)]
+            + [(at, slice(None)) for at in own]
+            for heads, own in zip(own_heads, own_slabs, strict=True)
+        ]
+
+    def _forms_of(self, keys: States, values: States) -> list[PartForm]:
+        num_stacked, (num_keys, num_values) = self._num_stacked(), self._heads
+        stacked, own = keys.parts[:num_stacked], keys.parts[num_stacked:]
+        return [
+            *_forms(stacked, num_keys + num_values),
+            *_forms(own, num_keys),
+            *_forms(values.parts[num_stacked:], num_values),
         ]
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
-        if self.keys is not None:
-            self.keys = tuple(map(change, self.keys))
-            self.values = tuple(map(change, self.values))
+        self.slabs = tuple(map(change, self.slabs))
 
-    def _reserve_parts(self, tokens: int) -> None:
+    def _reserve_slabs(self, tokens: int) -> None:
         if tokens <= self.capacity:
             return
         capacity = self._capacity(tokens)
-        slabs = [self._widened(self.keys, self._parts[0], capacity), ()]
-        if not self._is_stacked:
-            slabs[1] = self._widened(self.values, self._parts[1], capacity)
-        self.keys, self.values = slabs
-
-    def _widened(
-        self, slabs: Any, forms: Sequence[PartForm], capacity: int
-    ) -> tuple[mx.array, ...]:
-        found: list[mx.array] = []
-        old_ones = slabs or (None,) * len(forms)
-        for old, (heads, width, dtype) in zip(old_ones, forms, strict=True):
-            shape = (self.num_places, heads, capacity, width)
-            found.append(widened(old, shape, dtype))
-        return tuple(found)
+        widened_slabs: list[mx.array] = []
+        old_ones = self.slabs or (None,) * len(self._forms)
+        for old, form in zip(old_ones, self._forms, strict=True):
+            shape = (self.num_places, form.heads, capacity, form.width)
+            widened_slabs.append(widened(old, shape, form.dtype))
+        self.slabs = tuple(widened_slabs)
 
 
-def _forms(states: States, heads: int) -> list[PartForm]:
-    """Return the forms of a slab's parts with so many heads."""
-    return [(heads, part.shape[3], part.dtype) for part in states.parts]
+def _forms(parts: Sequence[mx.array], heads: int) -> list[PartForm]:
+    return [PartForm(heads, part.shape[3], part.dtype) for part in parts]

@@ -36,13 +36,15 @@ class PackedLayout(NamedTuple):
         """Quantise keys, and values by another layout."""
         return self.code(keys), other.code(values)
 
-    def is_stackable(self, other: PackedLayout) -> bool:
-        return self == other
+    def num_stacked(self, other: PackedLayout) -> int:
+        return 3 if self == other else 0
 
     def code_stacked(
         self, other: PackedLayout, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
-        return self.code(mx.concatenate([keys, values], axis=1)).parts
+    ) -> list[mx.array]:
+        if self != other:
+            return [*self.code(keys).parts, *other.code(values).parts]
+        return list(self.code(mx.concatenate([keys, values], axis=1)).parts)
 
     def states(self, parts: Sequence[mx.array]) -> QuantizedStates:
         packed, scales, biases = parts
@@ -278,11 +280,9 @@ class QuantizedSlabCache(CodedSlabCache):
     def state(self) -> Any:
         of_keys, of_values = self._layouts
         num_keys, num_values = self._heads
-        keys = of_slab(self.keys, of_keys, 0, num_keys)
-        if self._is_stacked:
-            values = of_slab(self.keys, of_values, num_keys, num_values)
-        else:
-            values = of_slab(self.values, of_values, 0, num_values)
+        behind_keys = num_keys if self._num_stacked() else 0
+        keys = of_slab(self.slabs[:3], of_keys, 0, num_keys)
+        values = of_slab(self.slabs[-3:], of_values, behind_keys, num_values)
         if self.few_bits == KERNEL:
             return keys, values
         if self.few_bits == UNPACKED:

@@ -11,7 +11,7 @@ from mlx_vlm.turboquant import DEFAULT_TURBOQUANT_SEED, resolve_kv_bits
 
 from vlm_batch.arrays import own_array
 from vlm_batch.caches import codebooks, lookups
-from vlm_batch.caches.coded import CodedCache, CodedSlabCache
+from vlm_batch.caches.coded import CodedCache, CodedSlabCache, halves
 from vlm_batch.caches.states import LayerState, filed
 from vlm_batch.policy import KERNEL, UNPACKED
 from vlm_batch.runtime.device import Device, device
@@ -86,40 +86,30 @@ class TurboLayout(NamedTuple):
         self, other: TurboLayout, keys: mx.array, values: mx.array
     ) -> tuple[TurboStates, TurboStates]:
         """Code keys, and values by another layout: together where both have one width, in half as many operations."""
-        heads = keys.shape[1]
-        if self.depth != other.depth or self.turn.ndim > 1:
-            return self.code(keys), other.code(values)
-        if self.is_stackable(other):
-            both = self.code_stacked(other, keys, values)
-            halves = (slice(heads), slice(heads, None))
-            own, others = ([part[:, at] for part in both] for at in halves)
-            return self.states(own), other.states(others)
-        found = code_by_kernel(self, other, keys, values)
-        if found is not None:
-            norms, own_codes, codes = found
-            return (
-                TurboStates(norms[:, :heads], own_codes, self),
-                TurboStates(norms[:, heads:], codes, other),
-            )
-        norms, directions = self._directions(other, keys, values)
-        return (
-            TurboStates(norms[:, :heads], self._packed(directions[:, :heads]), self),
-            TurboStates(norms[:, heads:], other._packed(directions[:, heads:]), other),
-        )
+        parts = self.code_stacked(other, keys, values)
+        own, others = halves(parts, self.num_stacked(other), keys.shape[1])
+        return self.states(own), other.states(others)
 
-    def is_stackable(self, other: TurboLayout) -> bool:
-        """Whether codes of both look alike: their rotations alone differ."""
-        return self.coding == other.coding and self.turn.ndim == 1
+    def num_stacked(self, other: TurboLayout) -> int:
+        """All, if their rotations alone differ; norms alone, if vectors of one width are turned together."""
+        if self.depth != other.depth or self.turn.ndim > 1:
+            return 0
+        return 2 if self.bits == other.bits else 1
 
     def code_stacked(
         self, other: TurboLayout, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
-        """Return the parts of keys, and behind them of values, as heads."""
+    ) -> list[mx.array]:
+        num_stacked, heads = self.num_stacked(other), keys.shape[1]
+        if not num_stacked:
+            return [*self.code(keys).parts, *other.code(values).parts]
         found = code_by_kernel(self, other, keys, values)
         if found is not None:
-            return tuple(found)
+            return found
         norms, directions = self._directions(other, keys, values)
-        return (norms, self._packed(directions))
+        if num_stacked > 1:
+            return [norms, self._packed(directions)]
+        own = self._packed(directions[:, :heads])
+        return [norms, own, other._packed(directions[:, heads:])]
 
     def _directions(
         self, other: TurboLayout, keys: mx.array, values: mx.array
@@ -300,12 +290,9 @@ class TurboSlabCache(CodedSlabCache):
 
     @property
     def state(self) -> Any:
-        keys, values = (
-            layout.states([slab[:, heads] for slab in slabs])
-            for layout, (slabs, heads) in zip(
-                self._layouts, self._halves(), strict=True
-            )
-        )
+        of_keys, of_values = self._layouts
+        own, others = halves(self.slabs, self._num_stacked(), self._heads[0])
+        keys, values = of_keys.states(own), of_values.states(others)
         if self.few_bits == KERNEL:
             return keys._replace(by_kernel=True), values
         if self.few_bits == UNPACKED:

@@ -121,7 +121,7 @@ class CodeBuild(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        return self.keys.is_stackable(self.values)
+        return self.keys.num_stacked(self.values) > 1
 
 
 def _grid(vectors: int, depth: int) -> tuple[int, int, int]:
