@@ -283,6 +283,13 @@ class CodedSlabCache(SlabCache):
             *_forms(values.parts[num_stacked:], num_values),
         ]
 
+    def _hand_over(self) -> tuple[mx.array, ...]:
+        slabs, self.slabs = self.slabs, ()
+        return slabs
+
+    def _hold(self, slabs: tuple[mx.array, ...]) -> None:
+        self.slabs = slabs
+
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         self.slabs = tuple(map(change, self.slabs))
 

@@ -241,11 +241,9 @@ class SlabCache(SlabArrays):
 
     def trace(self, slabs: Any, made: Sequence[mx.array]) -> None:
         """Work on placeholders for the results of ``give`` and ``step_inputs`` until the next ``give``."""
-        (
-            (self.keys, self.values),
-            (self._traced, self._traced_mask),
-            self._traced_steps,
-        ) = slabs, made, 0
+        self._hold(slabs)
+        self._traced, self._traced_mask = made
+        self._traced_steps = 0
 
     def give(self) -> tuple[Any, Any]:
         """Hand the slabs to a step, which writes them; a traced step counts no tokens."""
@@ -254,13 +252,20 @@ class SlabCache(SlabArrays):
             self._traced = None
             self._traced_mask = None
         self._given = self.lengths
-        slabs, self.keys, self.values = (self.keys, self.values), None, None
-        return slabs
+        return self._hand_over()
 
     def take(self, slabs: Any, count: int) -> None:
         """Take slabs back with ``count`` (0 or 1) more tokens of every live place."""
-        self.keys, self.values = slabs
+        self._hold(slabs)
         self._lengths = [length + count * (length > 0) for length in self._lengths]
+
+    def _hand_over(self) -> Any:
+        """Return the slabs, and hold them no more, so that a step can write them in place."""
+        slabs, self.keys, self.values = (self.keys, self.values), None, None
+        return slabs
+
+    def _hold(self, slabs: Any) -> None:
+        self.keys, self.values = slabs
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
