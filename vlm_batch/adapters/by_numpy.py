@@ -103,11 +103,11 @@ def attend(
     batch, heads, length, width = queries.shape
     kv_heads, columns = keys.shape[1:3]
     shared, depth = heads // kv_heads, values.shape[3]
+    is_causal = isinstance(mask, str)
     parts = [part.astype(mx.float32) for part in (queries, keys, values)]
     out = mx.zeros((batch, length, heads, depth))  # as layers read it
-    if not exponentials.evaluated(
-        *parts, out, *([mask] if isinstance(mask, mx.array) else [])
-    ):
+    masks = [mask] if isinstance(mask, mx.array) else []
+    if not exponentials.evaluated(*parts, out, *masks):
         return None
     # (B H_kv, G L or K, D)
     rows, keys, values = (_by_heads(part, kv_heads) for part in parts)
@@ -118,10 +118,12 @@ def attend(
         .reshape(batch, length, kv_heads, shared, depth)
         .transpose(0, 2, 3, 1, 4)
     )
-    masked = _Mask(mask, (batch, kv_heads, shared, length, columns))
+    hidden = [
+        _by_groups(one, (batch, kv_heads, shared, length, columns)) for one in masks
+    ]
     with np.errstate(all="ignore"):
         for heads_at, queries_at in _parts(batch * kv_heads, length, shared * columns):
-            seen = masked.seen(queries_at.stop)
+            seen = columns - length + queries_at.stop if is_causal else columns
             # (N, G l, D)
             block = rows[heads_at, :, queries_at].reshape(
                 heads_at.stop - heads_at.start, -1, width
@@ -129,7 +131,12 @@ def attend(
             scores = block @ turned[heads_at, :, :seen]
             mx.eval(scores)
             weights = exponentials.view(scores)
-            masked.hide(weights, heads_at, queries_at)
+            apart = weights.reshape(len(weights), shared, -1, seen)  # (N, G, l, K)
+            if is_causal:
+                later = _later(apart.shape[2])
+                np.copyto(apart[..., -len(later) :], LOWEST, where=later)
+            for one in hidden:
+                _hide(apart, one[..., queries_at, :], heads_at)
             totals = exponentials.turned(weights)  # (N, G l, 1)
             attended = scores @ values[heads_at, :seen]
             mx.eval(attended)
@@ -153,43 +160,23 @@ def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
     return copy
 
 
-class _Mask:
-    """A mask of scores, applied to blocks of them."""
+def _by_groups(mask: mx.array, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a mask for (B, H, L, K) as a view of its truths or numbers for (B, H_kv, G, L, K)."""
+    own = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+    own = own.reshape((1,) * (4 - own.ndim) + own.shape)
+    heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
+    apart = own.reshape(own.shape[0], *heads, *own.shape[2:])
+    return np.broadcast_to(apart, shape)
 
-    def __init__(self, mask: Any, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-        self._is_causal = isinstance(mask, str)
-        self._numbers: np.ndarray | None = None  # (B, H_kv, G, L, K), broadcast
-        if isinstance(mask, mx.array):
-            own: Any = np.array(
-                mask if mask.dtype == mx.bool_ else mask.astype(mx.float32)
-            )
-            own = own.reshape((1,) * (4 - own.ndim) + own.shape)
-            heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
-            self._numbers = np.broadcast_to(
-                own.reshape(own.shape[0], *heads, *own.shape[2:]), shape
-            )
 
-    def seen(self, stop: int) -> int:
-        """Return how many keys the queries before ``stop`` may see."""
-        length, columns = self._shape[3:]
-        return columns - length + stop if self._is_causal else columns
-
-    def hide(self, scores: np.ndarray, heads: slice, queries: slice) -> None:
-        """Mask scores (N, G l, K) of a block in place."""
-        # (N, G, l, K)
-        apart = scores.reshape(len(scores), self._shape[2], -1, scores.shape[-1])
-        if self._is_causal:
-            length = queries.stop - queries.start
-            np.copyto(apart[..., -length:], LOWEST, where=_later(length))
-        if self._numbers is None:
-            return
-        for scores_of, head in zip(apart, range(heads.start, heads.stop), strict=True):
-            own_of_head = self._numbers[divmod(head, self._shape[1])][:, queries]
-            if own_of_head.dtype == np.bool_:
-                np.copyto(scores_of, LOWEST, where=~own_of_head)
-            else:
-                scores_of += own_of_head
+def _hide(scores: np.ndarray, mask: np.ndarray, heads: slice) -> None:
+    """Mask scores (N, G, l, K) of some heads of (B, H_kv, G, l, K) in place."""
+    for own, head in zip(scores, range(heads.start, heads.stop), strict=True):
+        hidden = mask[divmod(head, mask.shape[1])]
+        if hidden.dtype == np.bool_:
+            np.copyto(own, LOWEST, where=~hidden)
+        else:
+            own += hidden
 
 
 @cache

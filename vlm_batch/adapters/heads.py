@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -351,9 +350,7 @@ def _window_of(layer: RowsCache) -> int | None:
 
 def _last(states: RowStates, window: int) -> RowStates:
     """Return the last positions of rows' keys or values."""
-    runs = []
-    for run in states.runs:
-        if isinstance(run.state, mx.array):
-            run = replace(run, state=run.state[:, :, -window:])
-        runs.append(run)
-    return RowStates(tuple(runs))
+    rows = [
+        row[:, :, -window:] if isinstance(row, mx.array) else row for row in states.rows
+    ]
+    return RowStates(tuple(rows), states.counts)

@@ -292,13 +292,13 @@ def attend_rows(
 def _pairs(keys: RowStates, values: RowStates) -> list[Pair | None] | None:
     """Return each place's codes; None if rows hold anything else."""
     pairs: list[Pair | None] = []
-    for run, other in zip(keys.runs, values.runs, strict=True):
-        if run.state is None:
+    for own_keys, own_values in zip(keys.rows, values.rows, strict=True):
+        if own_keys is None:
             pairs.append(None)
-            continue
-        if run.count != 1 or not isinstance(run.state, TurboStates):
+        elif isinstance(own_keys, TurboStates):
+            pairs.append((own_keys, cast(TurboStates, own_values)))
+        else:
             return None
-        pairs.append((run.state, cast(TurboStates, other.state)))
     return pairs
 
 
