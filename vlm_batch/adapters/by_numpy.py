@@ -162,7 +162,7 @@ def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
 
 def _by_groups(mask: mx.array, shape: tuple[int, ...]) -> np.ndarray:
     """Return a mask for (B, H, L, K) as a view of its truths or numbers for (B, H_kv, G, L, K)."""
-    own = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+    own: Any = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
     own = own.reshape((1,) * (4 - own.ndim) + own.shape)
     heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
     apart = own.reshape(own.shape[0], *heads, *own.shape[2:])
