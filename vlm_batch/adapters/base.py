@@ -386,7 +386,7 @@ class GraphedSteps(Adapter):
     are_compared = False
 
     @property
-    def graphs(self) -> Graphs:  # type: ignore[override]
+    def graphs(self) -> Graphs:
         """Compile by default where launches cost, unless a quantised layer has a bias.
 
         A graph fuses that bias with the broadcast before it.

@@ -74,15 +74,11 @@ class FamilyHooks:
     _features_have_rows: ClassVar[bool] = False
     #: Whether recurrent layers mask positions behind a row's end, so that shorter prompts may be filled up.
     _masks_states: ClassVar[bool] = False
-    #: Whether a position sees nothing behind its own atomic span; prompts may then be padded on the right.
-    is_causal: bool = True
     #: The path of the token embedding in the language model.
     embeddings: ClassVar[str] = "model.embed_tokens"
     #: The path of the module whose output is cut to the positions that need logits, so that the LM head runs once a prompt;
     #: None where the family returns the last position by itself.
     last_hidden: ClassVar[str | None] = "model"
-    #: Whether decode steps may be compiled.
-    graphs: Graphs = Graphs.UNFUSED
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -233,6 +229,16 @@ class FamilyHooks:
 
     # Prefill and decode
     # -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a position sees nothing behind its own atomic span; prompts may then be padded on the right."""
+        return True
+
+    @property
+    def graphs(self) -> Graphs:
+        """Whether decode steps may be compiled."""
+        return Graphs.UNFUSED
 
     def row_caches(self) -> list[Any]:
         """Make an empty single-row cache, one entry per layer, of the model's own kinds."""

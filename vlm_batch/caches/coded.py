@@ -240,7 +240,7 @@ class CodedSlabCache(SlabCache):
         self.keys, self.values = written
 
     @property
-    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
+    def has_graphs_kernels(self) -> bool:
         """False for operations: a graph can fuse their scaling and masking."""
         return self.few_bits == KERNEL
 

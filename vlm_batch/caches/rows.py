@@ -223,7 +223,7 @@ class RowsCache(LayerCache):
         return arrays_of([cache.state for cache in self.live])
 
     @property
-    def most_positions(self) -> int:  # type: ignore[override]
+    def most_positions(self) -> int:
         most = [
             kind_of(cache).most_positions(is_fixed=self.always_masked)
             for cache in self.live

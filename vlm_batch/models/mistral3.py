@@ -153,7 +153,7 @@ class Mistral3(Pixtral):
                         norm.eps = LATENT_EPS
 
     @property
-    def graphs(self) -> Graphs:  # type: ignore[override]
+    def graphs(self) -> Graphs:
         """Only graphs fuse other decoders' factors."""
         return (
             super().graphs
