@@ -172,7 +172,7 @@ class FamilyHooks:
         """Return the prompt's recordings, as ``pictures`` does."""
         return taken_apart(ids, sound, self._audio_token_ids)
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         """Return the mask (L,) of media features; all True if unknown."""
         tokens, marks = np.array(ids)[0], self.image_token_ids
         if marks or not has_media(extra):

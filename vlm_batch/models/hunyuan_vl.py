@@ -48,7 +48,7 @@ class HunyuanVL(Adapter):
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
         needed = sum(len(positions[0]) + 2 for positions in self._pictures(extra))
-        if (given := int(self.picture_places(ids, extra).sum())) != needed:
+        if (given := int(self.picture_positions(ids, extra).sum())) != needed:
             raise InvalidPrompt(
                 f"the pictures need {needed} placeholder tokens; the prompt has {given}"
             )
@@ -65,9 +65,9 @@ class HunyuanVL(Adapter):
     ) -> PositionState:
         """Return (4, 1, L), all token counts but inside pictures."""
         positions = np.tile(np.arange(ids.shape[1]), (4, 1))
-        places = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
+        positions = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
         for number, (columns, rows) in enumerate(self._pictures(extra)):
-            inside, places = places[1 : 1 + len(rows)], places[2 + len(rows) :]
+            inside, positions = positions[1 : 1 + len(rows)], positions[2 + len(rows) :]
             positions[1:, inside] = np.stack(
                 [columns, rows, np.full_like(rows, number)]
             )

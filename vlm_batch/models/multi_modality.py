@@ -57,7 +57,7 @@ class MultiModality(GraphedSteps, PlacingAdapter):
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0
-        if not pictures or self.picture_places(ids, extra).sum() != pictures:
+        if not pictures or self.picture_positions(ids, extra).sum() != pictures:
             return ids
         return repeat_placeholders(
             ids,

@@ -109,13 +109,13 @@ class Phi4MM(Adapter):
         }
         rest = {name: value for name, value in extra.items() if name not in sound}
         tokens = np.array(ids)[0]
-        places = np.flatnonzero(
+        positions = np.flatnonzero(
             np.isin(tokens, list(self.image_token_ids - self._audio_token_ids))
         )
         firsts = np.cumsum([0, *self._num_patches(rest)])[:-1]
         kept = np.delete(
             np.where(np.isin(tokens, list(self._audio_token_ids)), 0, tokens),
-            np.delete(places, firsts),
+            np.delete(positions, firsts),
         )
         made = super().features(mx.array(kept[None]), rest)
         if sound:
@@ -154,11 +154,13 @@ class Phi4MM(Adapter):
     def recordings(
         self, ids: mx.array, sound: Mapping[str, Any]
     ) -> tuple[Picture, ...]:
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self._audio_token_ids)))
+        positions = np.flatnonzero(
+            np.isin(np.array(ids)[0], list(self._audio_token_ids))
+        )
         found = []
         done = 0
         for at, frames in enumerate(frames_of(sound)):
-            own = places[done : done + self._count_features(frames)]
+            own = positions[done : done + self._count_features(frames)]
             found.append(
                 Picture(
                     int(own[0]),

@@ -106,11 +106,11 @@ class SizedVision:
             ]
         )
         longest = self.config.image_size // side
-        places = [
+        positions = [
             np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel()
             for high, wide in sizes
         ]
-        # (places, D), the same half twice
+        # (N, D), the same half twice
         table = self.patch_positional_embedding.inv_freq
         for high, wide in sizes:
             # mlx-vlm reads what lies behind the table
@@ -118,7 +118,9 @@ class SizedVision:
                 raise InvalidPrompt(
                     f"a picture of {high} x {wide} patches is larger than {longest} x {longest}"
                 )
-        turn = turn_by(table[mx.array(np.concatenate(places)), : table.shape[1] // 2])
+        turn = turn_by(
+            table[mx.array(np.concatenate(positions)), : table.shape[1] // 2]
+        )
         runs = tuple(
             (len(list(same)), length)
             for length, same in groupby(high * wide for high, wide in sizes)
@@ -156,7 +158,7 @@ class Pixtral(GraphedSteps):
         )
         sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
         needed = sum((high // unit) * (wide // unit) for high, wide in sizes)
-        if (given := int(self.picture_places(ids, extra).sum())) != needed:
+        if (given := int(self.picture_positions(ids, extra).sum())) != needed:
             raise InvalidPrompt(
                 f"{len(sizes)} pictures need {needed} placeholder tokens; the prompt has {given}"
             )

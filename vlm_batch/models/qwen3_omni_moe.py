@@ -149,10 +149,10 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
             for one, step in zip(self.placed(ids, extra, "video"), steps, strict=True)
         ]
         found = np.empty((3, len(tokens)), dtype=np.int32)
-        place = following = 0
+        end = following = 0
         for first, (t, h, w), step in sorted(blocks):
-            found[:, place:first] = np.arange(following, following + first - place)
-            following += first - place
+            found[:, end:first] = np.arange(following, following + first - end)
+            following += first - end
             inside = np.indices((t, h // side, w // side)).reshape(3, -1) * np.array(
                 [[step], [1], [1]]
             )
@@ -165,8 +165,8 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
                 raise InvalidPrompt(
                     "a video's sound stands between the placeholders of another video"
                 )
-            place = first + len(is_frame)
-            block = found[:, first:place]
+            end = first + len(is_frame)
+            block = found[:, first:end]
             block[:, is_frame] = inside
             block[:, ~is_frame] = np.arange((~is_frame).sum())
             block += following
@@ -174,7 +174,7 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
                 np.argmin(np.append(is_frame[::-1] == is_frame[-1], False))
             )
             following = int(block[:, 0 if is_frame.all() else last :].max()) + 1
-        found[:, place:] = np.arange(following, following + len(tokens) - place)
+        found[:, end:] = np.arange(following, following + len(tokens) - end)
         return PositionState(
             prompt=mx.array(found[:, None]), delta=int(found.max()) + 1 - len(tokens)
         )
