@@ -65,9 +65,9 @@ class HunyuanVL(Adapter):
     ) -> PositionState:
         """Return (4, 1, L), all token counts but inside pictures."""
         positions = np.tile(np.arange(ids.shape[1]), (4, 1))
-        positions = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
+        marks = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
         for number, (columns, rows) in enumerate(self._pictures(extra)):
-            inside, positions = positions[1 : 1 + len(rows)], positions[2 + len(rows) :]
+            inside, marks = marks[1 : 1 + len(rows)], marks[2 + len(rows) :]
             positions[1:, inside] = np.stack(
                 [columns, rows, np.full_like(rows, number)]
             )

@@ -119,9 +119,7 @@ class Phi4MM(Adapter):
         )
         made = super().features(mx.array(kept[None]), rest)
         if sound:
-            rows = self.encode_sound(
-                sound, "vision" if has_pictures(rest) else "speech"
-            )
+            rows = self.encode_sound(sound, _kind_of(extra))
             embeds = made["inputs_embeds"]
             made["inputs_embeds"] = put_features(
                 embeds, ids, self._audio_token_ids, rows, "recordings"
@@ -172,9 +170,9 @@ class Phi4MM(Adapter):
         return tuple(found)
 
     def _marked(self, key: PromptKey, extra: Mapping[str, Any]) -> PromptKey:
-        """Mix the adapter into the prompt's key, for it changes keys and values."""
-        key, own = super()._marked(key, extra), self._own(extra)
-        return key.mixed(as_words(digest(own["adapter"]))) if own else key
+        """Mix the media's kind into the prompt's key: it names the adapter, and how recordings are projected."""
+        key, kind = super()._marked(key, extra), _kind_of(extra)
+        return key.mixed(as_words(digest(kind))) if kind else key
 
     def run_chunk(
         self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
@@ -189,8 +187,8 @@ class Phi4MM(Adapter):
             return super().run_step(step)
 
     def _own(self, extra: Mapping[str, Any]) -> dict[str, str]:
-        name = "vision" if has_pictures(extra) else "speech" if has_sound(extra) else ""
-        return {"adapter": name} if name in self._scales else {}
+        kind = _kind_of(extra)
+        return {"adapter": kind} if kind in self._scales else {}
 
     def _count_features(self, frames: int) -> int:
         return -(-frames // self.model.audio_encoder.config.time_reduction)
@@ -202,6 +200,13 @@ class Phi4MM(Adapter):
             .astype(int)
             .tolist()
         ]
+
+
+def _kind_of(extra: Mapping[str, Any]) -> str:
+    """Return the adapter and the recordings' projection of a request: "vision", "speech", or "" of text."""
+    if has_pictures(extra):
+        return "vision"
+    return "speech" if has_sound(extra) else ""
 
 
 def weights_of_rows(
