@@ -194,26 +194,42 @@ class MRoPEAdapter(GridAdapter):
 
         Text after a medium begins one past its largest position on any axis.
         """
-        side = int(self.config.vision_config.spatial_merge_size)
         pictures = self.placed(ids, extra, "image")
         has_videos = "video_grid_thw" in extra
         videos = self.placed(ids, extra, "video") if has_videos else []
         if len(videos) != len(steps):
             raise InvalidPrompt(f"{len(videos)} videos have {len(steps)} time steps")
         each = zip((*pictures, *videos), (*[1.0] * len(pictures), *steps), strict=True)
-        length = ids.shape[1]
+        tokens = np.array(ids)[0]
+        length = len(tokens)
         found = np.empty((3, length), dtype=np.int32)
         end = following = 0
-        for (first, (t, h, w)), step in sorted(each):
+        for (first, grid), step in sorted(each):
             found[:, end:first] = np.arange(following, following + first - end)
             following += first - end
-            inside = np.indices((t, h // side, w // side)).reshape(3, -1)
+            inside, span = self.inside(tokens, first, grid, step)
             end = first + inside.shape[1]
-            times = (inside[0].astype(np.float32) * np.float32(step)).astype(np.int32)
-            found[:, first:end] = np.stack([times, *inside[1:]]) + following
-            following = int(found[:, first:end].max()) + 1
+            found[:, first:end] = inside + following
+            following += span
         found[:, end:] = np.arange(following, following + length - end)
-        return PositionState(prompt=mx.array(found[:, None]), delta=following - end)
+        delta = int(found.max()) + 1 - length
+        return PositionState(prompt=mx.array(found[:, None]), delta=delta)
+
+    def inside(
+        self, tokens: np.ndarray, first: int, grid: Sequence[int], step: float
+    ) -> tuple[np.ndarray, int]:
+        """Return the positions (3, N) in a medium, and how far behind its beginning the next ones lie.
+
+        Args:
+            tokens: (L,), of which the medium begins at ``first``.
+            grid: frames, rows and columns of patches.
+            step: positions between two frames.
+        """
+        side = int(self.config.vision_config.spatial_merge_size)
+        frames, high, wide = grid
+        found = np.indices((frames, high // side, wide // side)).reshape(3, -1)
+        found[0] = found[0].astype(np.float32) * np.float32(step)
+        return found, int(found.max()) + 1
 
     def run_step(self, step: DecodeStep) -> mx.array:
         positions = mx.broadcast_to(
