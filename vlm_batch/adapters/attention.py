@@ -82,20 +82,6 @@ HOOKS = {
 }
 
 
-def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
-    """Subclass an attention to run once per live row, on the row's own cache."""
-
-    class RowByRow(attention_class):  # type: ignore[misc,valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            theirs = super().__call__
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, RowsCache):
-                    return each_row(theirs, value, *args, **kwargs)
-            return theirs(*args, **kwargs)
-
-    return RowByRow
-
-
 def each_row(
     function: Callable[..., Any], rows: RowsCache, *args: Any, **kwargs: Any
 ) -> Any:

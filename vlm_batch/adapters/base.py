@@ -59,7 +59,7 @@ from vlm_batch.arrays import Joined
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.recurrent import mask_behind
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
-from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, Picture, PromptKey
+from vlm_batch.records import Call, DecodeStep, Encoded, Picture, PromptKey
 from vlm_batch.store.digest import as_words, digest, joined, sourced
 
 #: Processor outputs that no decoder reads: a row has no padding, token types repeat the ids, and few families count seconds.
@@ -377,27 +377,6 @@ def _whole(value: Any) -> Any:
 def _shares_calls(towers: Sequence[tuple[nn.Module, str]], call: Call) -> bool:
     """Whether one of the towers, (owner, attribute) each, takes several requests' media in one call."""
     return any(owner[name].shares_calls(call) for owner, name in towers)
-
-
-class GraphedSteps(Adapter):
-    """Families whose decode steps may be compiled."""
-
-    #: Whether compiled steps were verified on CUDA; if not, they are compiled on request only.
-    are_compared = False
-
-    @property
-    def graphs(self) -> Graphs:
-        """Compile by default where launches cost, unless a quantised layer has a bias.
-
-        A graph fuses that bias with the broadcast before it.
-        """
-        if not self.are_compared or not operations.counts_launches():
-            return Graphs.IF_ASKED
-        for module in self.language.modules():
-            is_quantised = isinstance(module, nn.QuantizedLinear)
-            if is_quantised and "bias" in module:
-                return Graphs.IF_ASKED
-        return Graphs.BY_DEFAULT
 
 
 def trunk_logits(

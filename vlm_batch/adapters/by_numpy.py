@@ -28,6 +28,8 @@ from vlm_batch.runtime.exponentials import FEWEST, FLOATS, Kernel
 BLOCK_SCORES = 2**19
 #: The fewest queries of a block: fewer would have the keys copied too often.
 FEWEST_QUERIES = 32
+#: Queries of a block that see different keys: of what a larger one scores, more is masked.
+CAUSAL_QUERIES = 64
 
 #: MLX's functions of single numbers -> numpy's kernels.
 OF_NUMBERS: Mapping[str, Kernel] = {
@@ -121,13 +123,13 @@ def attend(
     hidden = [
         _by_groups(one, (batch, kv_heads, shared, length, columns)) for one in masks
     ]
+    most = CAUSAL_QUERIES if is_causal else length
+    blocks = _blocks(batch * kv_heads, length, shared * columns, most)
     with np.errstate(all="ignore"):
-        for heads_at, queries_at in _parts(batch * kv_heads, length, shared * columns):
+        for heads_at, queries_at in blocks:
             seen = columns - length + queries_at.stop if is_causal else columns
             # (N, G l, D)
-            block = rows[heads_at, :, queries_at].reshape(
-                heads_at.stop - heads_at.start, -1, width
-            )
+            block = rows[heads_at, :, queries_at].flatten(1, 2)
             scores = block @ turned[heads_at, :, :seen]
             mx.eval(scores)
             weights = exponentials.view(scores)
@@ -142,12 +144,11 @@ def attend(
             mx.eval(attended)
             done = exponentials.view(attended)
             done /= totals
+            done = done.reshape(*apart.shape[:3], depth)
             for own, head in zip(
                 done, range(heads_at.start, heads_at.stop), strict=True
             ):
-                found[divmod(head, kv_heads)][:, queries_at] = own.reshape(
-                    shared, -1, depth
-                )
+                found[divmod(head, kv_heads)][:, queries_at] = own
     return out.swapaxes(1, 2).astype(queries.dtype)
 
 
@@ -184,20 +185,19 @@ def _later(length: int) -> np.ndarray:
     return np.triu(np.ones((length, length), np.bool_), 1)
 
 
-def _parts(heads: int, length: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (heads, queries) into blocks of about ``BLOCK_SCORES`` scores, whole heads if possible.
+def _blocks(
+    heads: int, length: int, columns: int, most: int
+) -> Iterator[tuple[slice, slice]]:
+    """Cut (heads, queries) into blocks of about ``BLOCK_SCORES`` scores and ``most`` queries, of several heads if possible.
 
     Queries are cut by the shape of one head alone, so that a row's products do not depend on how many share a call.
     """
-    if length * columns <= BLOCK_SCORES:
-        together = max(1, BLOCK_SCORES // (length * columns))
-        for start in range(0, heads, together):
-            yield slice(start, min(start + together, heads)), slice(0, length)
-        return
-    size = max(FEWEST_QUERIES, BLOCK_SCORES // columns)
-    for head in range(heads):
+    size = min(length, most, max(FEWEST_QUERIES, BLOCK_SCORES // columns))
+    together = max(1, BLOCK_SCORES // (size * columns))
+    for head in range(0, heads, together):
         for start in range(0, length, size):
-            yield slice(head, head + 1), slice(start, min(start + size, length))
+            own = slice(start, min(start + size, length))
+            yield slice(head, min(head + together, heads)), own
 
 
 def _attention(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingSizedTower, patching, under
 from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.windows import (
@@ -20,6 +20,7 @@ from vlm_batch.adapters.windows import (
     turn_by,
 )
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -140,7 +141,8 @@ def _patches(picture: mx.array, high: int, wide: int, side: int) -> mx.array:
 
 
 @register(ModelSpec(family="pixtral", model_types=("pixtral",)))
-class Pixtral(GraphedSteps):
+class Pixtral(Adapter):
+    graphs = Graphs.IF_ASKED
     merge = Merge("merge_input_ids_with_image_features")
     tower_class = RememberingSizedTower
     #: The tower's classes, for ``patching``.
