@@ -48,9 +48,12 @@ def attention(
     if isinstance(mask, SealedMask):
         mask = mask.mask
     if isinstance(keys, RowStates):
-        found = operations.attend_turned_rows(queries, keys, values, scale, mask, sinks)
-        if found is not None:
-            return found
+        if isinstance(keys.live, TurboStates):
+            found = operations.attend_turned_rows(
+                queries, keys, values, scale, mask, sinks
+            )
+            if found is not None:
+                return found
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
     if isinstance(keys, DraftedStates):
         fixed = current().is_fixed

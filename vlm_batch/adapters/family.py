@@ -270,20 +270,15 @@ class FamilyHooks:
         self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
     ) -> mx.array:
         """Run positions [start, end) of prompts, one or of one length, through ``forward``: logits (R, V)."""
-        first = rows[0]
-        ids: list[mx.array] = []
-        embeds: list[mx.array] = []
-        positions: list[mx.array] = []
-        for row in rows:
-            ids.append(row.input_ids[:, start:end])
-            embeds.append(row.inputs_embeds[:, start:end])
-            if row.position.prompt is not None:
-                positions.append(row.position.prompt[..., start:end])
-        own = rows if first.has_rows else [first]
+        ids = mx.concatenate([row.input_ids[:, start:end] for row in rows])
+        embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows])
+        own = rows if rows[0].has_rows else rows[:1]
         extra = join_rows([self.chunk_features(row, start, end) for row in own])
+        prompts = [row.position.prompt for row in rows]
+        positions = [one[..., start:end] for one in prompts if one is not None]
         if positions:
             extra["position_ids"] = mx.concatenate(positions, axis=-2)
-        return self.forward(mx.concatenate(ids), mx.concatenate(embeds), cache, extra)
+        return self.forward(ids, embeds, cache, extra)
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """Return a row's features of a chunk, as ``forward`` takes them; the default cuts along ``prefill_axes``."""

@@ -279,11 +279,8 @@ def attend_rows(
         terms: The further ones of ``TurnedAttention``.
     """
     pairs = _pairs(keys, values)
-    live = [pair for pair in pairs or () if pair is not None]
-    if pairs is None or not live:
-        return None
-    asked = TurnedAttention(queries, *live[0], *terms)
-    if not lookups.is_numpys() or asked.mask is not None:
+    asked = TurnedAttention(queries, keys.live, values.live, *terms)
+    if pairs is None or not lookups.is_numpys() or asked.mask is not None:
         return None
     found = _by_numpy(asked.turned(), pairs, None, asked.sinks_by_group())
     return None if found is None else asked.turned_back(found)

@@ -34,6 +34,11 @@ class RowStates:
     counts: tuple[int, ...]
 
     @property
+    def live(self) -> Any:
+        """The first row's, or None."""
+        return next((row for row in self.rows if row is not None), None)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, longest L, D)"""
         shapes = [row.shape for row in self.rows if row is not None]
