@@ -136,7 +136,6 @@ class PatchesOfRows:
         return patches.reshape(-1, 3 * steps * side * side)
 
 
-# (height, width, 3) bytes
 def _is_rgb(picture: Any) -> bool:
     return isinstance(picture, Image.Image) and picture.mode == "RGB"
 
@@ -146,6 +145,7 @@ def _has_content(picture: Any) -> bool:
     return isinstance(picture, RecalledPicture) and bool(picture.content)
 
 
+# (height, width, 3) bytes
 def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
     high, wide = size
     if picture.size != (wide, high):
