@@ -237,7 +237,7 @@ class FamilyHooks:
 
     @property
     def graphs(self) -> Graphs:
-        """Whether decode steps may be compiled."""
+        """Decode steps are compiled: always, if asked, or never."""
         return Graphs.UNFUSED
 
     def row_caches(self) -> list[Any]:
