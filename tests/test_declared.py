@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vlm_batch import SamplingParams
@@ -61,6 +62,28 @@ EVERY = pytest.mark.parametrize("one", SAMPLING_PARAMETERS, ids=lambda one: one.
 
 def test_every_parameter_is_tried_here() -> None:
     assert list(OTHER) == [one.name for one in SAMPLING_PARAMETERS]
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("temperature", (0, 1e-6, 1e6), (-0.1, 9e-7, 1.1e6)),
+        ("top_p", (1e-30, 1), (0, 1.001)),
+        ("min_p", (0, 1 - 2**-53), (-1e-9, 1, np.float32(1 - 2**-53))),
+        ("repetition_penalty", (1e-3, 1e3), (9e-4, 1001)),
+        ("presence_penalty", (-2, 2), (-2.1, 2.1)),
+        ("frequency_penalty", (-2, 2), (-2.1, 2.1)),
+    ],
+)
+def test_bounds_belong_to_the_range(
+    name: str, taken: tuple[float, ...], refused: tuple[float, ...]
+) -> None:
+    """Of numpy's numbers, too: in float32 the largest number below 1 of a float is 1."""
+    for value in taken:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(InvalidParameters, match=name):
+            SamplingParams(**{name: value})
 
 
 @EVERY

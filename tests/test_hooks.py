@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +31,7 @@ from vlm_batch.adapters.hooks import (
     install_hooks,
     running,
 )
-from vlm_batch.adapters.rotary import APPLY, Frequencies, StepRotation
+from vlm_batch.adapters.rotary import APPLY, shared, turn_step
 from vlm_batch.arrays import arrays_of, as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.errors import UnsupportedModel
@@ -340,15 +340,16 @@ def test_a_decode_steps_rotation_is_an_adapters_alone(
     adapter_for("qwen2_vl")(family("qwen2_vl").build())
     apply = vars(sys.modules["mlx_vlm.models.qwen2_vl.language"])[APPLY]
     states = mx.ones((2, 1, 1, 4))
-    turn = StepRotation(
-        mx.array([3, 5]),
-        mx.array([1.0, 2.0]),
-        Frequencies(mx.array([1.0, 0.5])),
+    turn = partial(
+        turn_step,
+        positions=mx.array([3, 5]),
+        periods=mx.array([1.0, 2.0]),
+        frequencies=shared(mx.array([1.0, 0.5])),
         is_traditional=False,
     )
     with running(Call()):
         queries, keys = apply(states, states, turn, None)
     assert mx.array_equal(queries, turn(states)) and mx.array_equal(keys, turn(states))
-    # mlx-vlm's own function, which knows no StepRotation
+    # mlx-vlm's own function, which takes cosines alone
     with pytest.raises((TypeError, AttributeError)):
         apply(states, states, turn, None)

@@ -56,18 +56,18 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded = self.processed = 0
-        theirs, fill = prepare.load_image, PatchesOfRows._fill
+        theirs, patches = prepare.load_image, PatchesOfRows._patches
 
         def load(*args: Any, **options: Any) -> Any:
             self.decoded += 1
             return theirs(*args, **options)
 
-        def counted(part: PatchesOfRows, *args: Any) -> None:
+        def counted(part: PatchesOfRows, picture: np.ndarray) -> np.ndarray:
             self.processed += 1
-            fill(part, *args)
+            return patches(part, picture)
 
         monkeypatch.setattr(prepare, "load_image", load)
-        monkeypatch.setattr(PatchesOfRows, "_fill", counted)
+        monkeypatch.setattr(PatchesOfRows, "_patches", counted)
 
     def take(self) -> tuple[int, int]:
         """(decoded, processed) since the last time."""

@@ -206,7 +206,7 @@ def _kv_of(
         length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
         row = (
-            keys.apart()[place].state
+            keys.apart().rows[place]
             if isinstance(keys, RowStates)
             else keys[place : place + 1]
         )

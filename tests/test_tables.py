@@ -162,7 +162,7 @@ def test_two_engines_decode_at_the_same_lengths() -> None:
     def rotated() -> mx.array:
         return rotate_step(
             x,
-            plain_frequencies(8, 10_000.0, 1.0),
+            plain_frequencies(8, 10_000.0),
             lengths_array((3, 5)),
             is_traditional=False,
         )

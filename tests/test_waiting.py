@@ -26,7 +26,7 @@ from vlm_batch.adapters.deepstack import layout_of
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.hooks import is_hook, running
 from vlm_batch.adapters.modules import clone_modules
-from vlm_batch.adapters.placing import NAMES, Merge, know_places, place
+from vlm_batch.adapters.placing import NAMES, Merge, know_positions, place
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.models.mistral3 import Mistral3
 from vlm_batch.records import Call
@@ -219,7 +219,7 @@ def merged(
     ) -> Any: ...
 
     model: Any = SimpleNamespace(merge=strict if "features" in said else theirs)
-    know_places(model, merge, marks)
+    know_positions(model, merge, marks)
     count = sum(token != 1 for token in ids)
     given = {"inputs_embeds": mx.zeros((1, len(ids), 2)), "input_ids": mx.array([ids])}
     name = "features" if "features" in said else "image_features"
@@ -293,8 +293,8 @@ def test_the_tower_of_qwen3_vl_has_mlx_vlms_positions(grids: list[list[int]]) ->
     learned = model.pos_embed(layout.corners) * layout.shares[..., None]
     wanted = VisionModel.fast_pos_embed_interpolate(model, given)
     assert mx.array_equal(learned[0] + learned[1] + learned[2] + learned[3], wanted)
-    angles = model.rotary_pos_emb(layout.longest)[layout.places].reshape(
-        len(layout.places), -1
+    angles = model.rotary_pos_emb(layout.longest)[layout.positions].reshape(
+        len(layout.positions), -1
     )
     assert mx.array_equal(angles, VisionModel.rot_pos_emb(model, given))
 

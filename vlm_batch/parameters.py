@@ -5,7 +5,6 @@ The command line's flags, the columns of jobs and the fields of HTTP bodies foll
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -32,14 +31,19 @@ class WholeNumber:
 
 @dataclass(frozen=True)
 class RealNumber:
-    """A check: a finite number for which ``is_right`` holds; ``right`` says which those are."""
+    """A check: a number within bounds, or 0 if ``or_zero``; ``right`` says which those are."""
 
-    is_right: Callable[[float], bool]
+    least: float
+    most: float
     right: str
+    or_zero: bool = False
 
     def checked(self, name: str, value: Any) -> float:
-        if is_real(value) and self.is_right(float(value)):
-            return float(value)
+        if is_real(value):
+            number = float(value)  # of numpy's, too, whose types round bounds
+            is_zero = self.or_zero and number == 0
+            if is_zero or self.least <= number <= self.most:
+                return number
         raise InvalidParameters(f"{name} is {shown(value)}; it must be {self.right}")
 
 

@@ -48,9 +48,12 @@ def attention(
     if isinstance(mask, SealedMask):
         mask = mask.mask
     if isinstance(keys, RowStates):
-        found = operations.attend_turned_rows(queries, keys, values, scale, mask, sinks)
-        if found is not None:
-            return found
+        if isinstance(keys.live, TurboStates):
+            found = operations.attend_turned_rows(
+                queries, keys, values, scale, mask, sinks
+            )
+            if found is not None:
+                return found
         return attend_rows(attention, queries, keys, values, scale, mask, sinks)
     if isinstance(keys, DraftedStates):
         fixed = current().is_fixed
@@ -80,20 +83,6 @@ HOOKS = {
     "scaled_dot_product_attention": hook(SCALED_DOT_PRODUCT_ATTENTION, attention),
     "swiglu": hook(operations.SWIGLU, operations.swiglu),
 }
-
-
-def row_by_row(attention_class: type[nn.Module]) -> type[nn.Module]:
-    """Subclass an attention to run once per live row, on the row's own cache."""
-
-    class RowByRow(attention_class):  # type: ignore[misc,valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            theirs = super().__call__
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, RowsCache):
-                    return each_row(theirs, value, *args, **kwargs)
-            return theirs(*args, **kwargs)
-
-    return RowByRow
 
 
 def each_row(

@@ -38,7 +38,7 @@ from vlm_batch.adapters.media import (
     sound_apart,
 )
 from vlm_batch.adapters.modules import clone_modules, cut_answer, evaluate_arrays
-from vlm_batch.adapters.placing import know_places
+from vlm_batch.adapters.placing import know_positions
 from vlm_batch.adapters.products import hold_products, turned, watched
 from vlm_batch.adapters.prompts import (
     are_any,
@@ -59,7 +59,7 @@ from vlm_batch.arrays import Joined
 from vlm_batch.caches.quantisation import KVQuantisation
 from vlm_batch.caches.recurrent import mask_behind
 from vlm_batch.errors import InvalidPrompt, InvalidRequest
-from vlm_batch.records import Call, DecodeStep, Encoded, Graphs, Picture, PromptKey
+from vlm_batch.records import Call, DecodeStep, Encoded, Picture, PromptKey
 from vlm_batch.store.digest import as_words, digest, joined, sourced
 
 #: Processor outputs that no decoder reads: a row has no padding, token types repeat the ids, and few families count seconds.
@@ -105,7 +105,7 @@ class Adapter(FamilyHooks):
         self._longest_short = longest_short(self.language)
         self.hook_functions()
         if self.merge is not None:
-            know_places(self.model, self.merge, self.image_token_ids)
+            know_positions(self.model, self.merge, self.image_token_ids)
         if self.last_hidden is not None:
             cut_answer(attrgetter(self.last_hidden)(self.language))
         suit_few_rows(self.language)
@@ -203,7 +203,7 @@ class Adapter(FamilyHooks):
         except ValueError as error:
             if not has_media(extra):
                 raise
-            given = int(self.picture_places(ids, extra).sum())
+            given = int(self.picture_positions(ids, extra).sum())
             noun = "media" if has_sound(extra) else "pictures"
             raise InvalidPrompt(
                 f"the {noun} do not fit the prompt, which has {given} placeholder tokens for them: {error}"
@@ -227,7 +227,7 @@ class Adapter(FamilyHooks):
         if isinstance(inputs, PrecomputedInputs):
             if inputs.outputs.result is not None and not cached:
                 return inputs.outputs.result
-            inputs.outputs.place = 0
+            inputs.outputs.index = 0
             call = replace(call, tower_outputs=inputs.outputs)
         with running(call):
             try:
@@ -257,7 +257,7 @@ class Adapter(FamilyHooks):
             prefill=self._for_prefill(features),
             decode=features.get("decode", {}),
             atomic=self.atomic_spans(ids, extra),
-            is_picture=self.picture_places(ids, extra),
+            is_picture=self.picture_positions(ids, extra),
             model_image_sizes=self.model_image_sizes(extra),
             cached=cached,
             has_rows=self._features_have_rows,
@@ -377,27 +377,6 @@ def _whole(value: Any) -> Any:
 def _shares_calls(towers: Sequence[tuple[nn.Module, str]], call: Call) -> bool:
     """Whether one of the towers, (owner, attribute) each, takes several requests' media in one call."""
     return any(owner[name].shares_calls(call) for owner, name in towers)
-
-
-class GraphedSteps(Adapter):
-    """Families whose decode steps may be compiled."""
-
-    #: Whether compiled steps were verified on CUDA; if not, they are compiled on request only.
-    are_compared = False
-
-    @property
-    def graphs(self) -> Graphs:  # type: ignore[override]
-        """Compile by default where launches cost, unless a quantised layer has a bias.
-
-        A graph fuses that bias with the broadcast before it.
-        """
-        if not self.are_compared or not operations.counts_launches():
-            return Graphs.IF_ASKED
-        for module in self.language.modules():
-            is_quantised = isinstance(module, nn.QuantizedLinear)
-            if is_quantised and "bias" in module:
-                return Graphs.IF_ASKED
-        return Graphs.BY_DEFAULT
 
 
 def trunk_logits(

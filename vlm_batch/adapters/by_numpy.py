@@ -28,6 +28,8 @@ from vlm_batch.runtime.exponentials import FEWEST, FLOATS, Kernel
 BLOCK_SCORES = 2**19
 #: The fewest queries of a block: fewer would have the keys copied too often.
 FEWEST_QUERIES = 32
+#: Queries of a block that see different keys: of what a larger one scores, more is masked.
+CAUSAL_QUERIES = 64
 
 #: MLX's functions of single numbers -> numpy's kernels.
 OF_NUMBERS: Mapping[str, Kernel] = {
@@ -103,11 +105,11 @@ def attend(
     batch, heads, length, width = queries.shape
     kv_heads, columns = keys.shape[1:3]
     shared, depth = heads // kv_heads, values.shape[3]
+    is_causal = isinstance(mask, str)
     parts = [part.astype(mx.float32) for part in (queries, keys, values)]
     out = mx.zeros((batch, length, heads, depth))  # as layers read it
-    if not exponentials.evaluated(
-        *parts, out, *([mask] if isinstance(mask, mx.array) else [])
-    ):
+    masks = [mask] if isinstance(mask, mx.array) else []
+    if not exponentials.evaluated(*parts, out, *masks):
         return None
     # (B H_kv, G L or K, D)
     rows, keys, values = (_by_heads(part, kv_heads) for part in parts)
@@ -118,29 +120,35 @@ def attend(
         .reshape(batch, length, kv_heads, shared, depth)
         .transpose(0, 2, 3, 1, 4)
     )
-    masked = _Mask(mask, (batch, kv_heads, shared, length, columns))
+    hidden = [
+        _by_groups(one, (batch, kv_heads, shared, length, columns)) for one in masks
+    ]
+    most = CAUSAL_QUERIES if is_causal else length
+    blocks = _blocks(batch * kv_heads, length, shared * columns, most)
     with np.errstate(all="ignore"):
-        for heads_at, queries_at in _parts(batch * kv_heads, length, shared * columns):
-            seen = masked.seen(queries_at.stop)
+        for heads_at, queries_at in blocks:
+            seen = columns - length + queries_at.stop if is_causal else columns
             # (N, G l, D)
-            block = rows[heads_at, :, queries_at].reshape(
-                heads_at.stop - heads_at.start, -1, width
-            )
+            block = rows[heads_at, :, queries_at].flatten(1, 2)
             scores = block @ turned[heads_at, :, :seen]
             mx.eval(scores)
             weights = exponentials.view(scores)
-            masked.hide(weights, heads_at, queries_at)
+            apart = weights.reshape(len(weights), shared, -1, seen)  # (N, G, l, K)
+            if is_causal:
+                later = _later(apart.shape[2])
+                np.copyto(apart[..., -len(later) :], LOWEST, where=later)
+            for one in hidden:
+                _hide(apart, one[..., queries_at, :], heads_at)
             totals = exponentials.turned(weights)  # (N, G l, 1)
             attended = scores @ values[heads_at, :seen]
             mx.eval(attended)
             done = exponentials.view(attended)
             done /= totals
+            done = done.reshape(*apart.shape[:3], depth)
             for own, head in zip(
                 done, range(heads_at.start, heads_at.stop), strict=True
             ):
-                found[divmod(head, kv_heads)][:, queries_at] = own.reshape(
-                    shared, -1, depth
-                )
+                found[divmod(head, kv_heads)][:, queries_at] = own
     return out.swapaxes(1, 2).astype(queries.dtype)
 
 
@@ -153,43 +161,23 @@ def _by_heads(array: mx.array, kv_heads: int) -> mx.array:
     return copy
 
 
-class _Mask:
-    """A mask of scores, applied to blocks of them."""
+def _by_groups(mask: mx.array, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a mask for (B, H, L, K) as a view of its truths or numbers for (B, H_kv, G, L, K)."""
+    own: Any = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+    own = own.reshape((1,) * (4 - own.ndim) + own.shape)
+    heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
+    apart = own.reshape(own.shape[0], *heads, *own.shape[2:])
+    return np.broadcast_to(apart, shape)
 
-    def __init__(self, mask: Any, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-        self._is_causal = isinstance(mask, str)
-        self._numbers: np.ndarray | None = None  # (B, H_kv, G, L, K), broadcast
-        if isinstance(mask, mx.array):
-            own: Any = np.array(
-                mask if mask.dtype == mx.bool_ else mask.astype(mx.float32)
-            )
-            own = own.reshape((1,) * (4 - own.ndim) + own.shape)
-            heads = shape[1:3] if own.shape[1] > 1 else (1, 1)
-            self._numbers = np.broadcast_to(
-                own.reshape(own.shape[0], *heads, *own.shape[2:]), shape
-            )
 
-    def seen(self, stop: int) -> int:
-        """Return how many keys the queries before ``stop`` may see."""
-        length, columns = self._shape[3:]
-        return columns - length + stop if self._is_causal else columns
-
-    def hide(self, scores: np.ndarray, heads: slice, queries: slice) -> None:
-        """Mask scores (N, G l, K) of a block in place."""
-        # (N, G, l, K)
-        apart = scores.reshape(len(scores), self._shape[2], -1, scores.shape[-1])
-        if self._is_causal:
-            length = queries.stop - queries.start
-            np.copyto(apart[..., -length:], LOWEST, where=_later(length))
-        if self._numbers is None:
-            return
-        for scores_of, head in zip(apart, range(heads.start, heads.stop), strict=True):
-            own_of_head = self._numbers[divmod(head, self._shape[1])][:, queries]
-            if own_of_head.dtype == np.bool_:
-                np.copyto(scores_of, LOWEST, where=~own_of_head)
-            else:
-                scores_of += own_of_head
+def _hide(scores: np.ndarray, mask: np.ndarray, heads: slice) -> None:
+    """Mask scores (N, G, l, K) of some heads of (B, H_kv, G, l, K) in place."""
+    for own, head in zip(scores, range(heads.start, heads.stop), strict=True):
+        hidden = mask[divmod(head, mask.shape[1])]
+        if hidden.dtype == np.bool_:
+            np.copyto(own, LOWEST, where=~hidden)
+        else:
+            own += hidden
 
 
 @cache
@@ -197,20 +185,19 @@ def _later(length: int) -> np.ndarray:
     return np.triu(np.ones((length, length), np.bool_), 1)
 
 
-def _parts(heads: int, length: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (heads, queries) into blocks of about ``BLOCK_SCORES`` scores, whole heads if possible.
+def _blocks(
+    heads: int, length: int, columns: int, most: int
+) -> Iterator[tuple[slice, slice]]:
+    """Cut (heads, queries) into blocks of about ``BLOCK_SCORES`` scores and ``most`` queries, of several heads if possible.
 
     Queries are cut by the shape of one head alone, so that a row's products do not depend on how many share a call.
     """
-    if length * columns <= BLOCK_SCORES:
-        together = max(1, BLOCK_SCORES // (length * columns))
-        for start in range(0, heads, together):
-            yield slice(start, min(start + together, heads)), slice(0, length)
-        return
-    size = max(FEWEST_QUERIES, BLOCK_SCORES // columns)
-    for head in range(heads):
+    size = min(length, most, max(FEWEST_QUERIES, BLOCK_SCORES // columns))
+    together = max(1, BLOCK_SCORES // (size * columns))
+    for head in range(0, heads, together):
         for start in range(0, length, size):
-            yield slice(head, head + 1), slice(start, min(start + size, length))
+            own = slice(start, min(start + size, length))
+            yield slice(head, min(head + together, heads)), own
 
 
 def _attention(

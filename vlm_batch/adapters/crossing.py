@@ -26,7 +26,7 @@ class CrossingAdapter(Adapter):
     embeddings = "model.shared"
     last_hidden = None  # the family returns the last position's logits
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         return np.zeros(ids.shape[1], dtype=np.bool_)
 
     def row_caches(self) -> list[Any]:

@@ -20,7 +20,7 @@ class PatchLayout:
     """Where patches (N) lie. The arrays are made of NumPy's, so any thread may use them."""
 
     longest: int  # rows or columns of the largest picture
-    places: mx.array  # (N, 2) rows and columns
+    positions: mx.array  # (N, 2) rows and columns
     corners: mx.array  # (4, N) the learned positions around each patch
     shares: mx.array  # (4, N) of each of these, float32
     # (P + 1,) of the pictures' patches, a video's time steps apart
@@ -43,7 +43,7 @@ def layout_of(
 def _new_layout(
     grids: tuple[tuple[int, int, int], ...], side: int, merge: int
 ) -> PatchLayout:
-    places: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
     corners: list[np.ndarray] = []
     shares: list[np.ndarray] = []
     for frames, high, wide in grids:
@@ -52,7 +52,7 @@ def _new_layout(
             _between(length, side, at[:, axis])
             for axis, length in ((0, high), (1, wide))
         )
-        places.append(at)
+        positions.append(at)
         corners.append(
             np.stack(
                 [
@@ -74,7 +74,7 @@ def _new_layout(
     lengths = [high * wide for frames, high, wide in grids for _ in range(frames)]
     return PatchLayout(
         max(max(high, wide) for _, high, wide in grids),
-        mx.array(np.concatenate(places)),
+        mx.array(np.concatenate(positions)),
         mx.array(np.concatenate(corners, axis=1).astype(np.int32)),
         mx.array(np.concatenate(shares, axis=1)),
         mx.array(np.cumsum([0, *lengths]).astype(np.int32)),
@@ -87,7 +87,7 @@ _kept_layout = lru_cache(maxsize=8)(_new_layout)
 def _between(
     length: int, side: int, at: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Return the two learned positions around places ``at`` of ``length``, each with its share."""
+    """Return the two learned positions around positions ``at`` of ``length``, each with its share."""
     step = np.arange(length, dtype=np.float32) / np.float32(max(length - 1, 1))
     points = (step * np.float32(side - 1)).astype(np.float32)[at]
     before = points.astype(np.int32)
@@ -121,7 +121,9 @@ class HostPositions:
         )
         count = states.shape[0]
         states = states.reshape(count, -1)
-        angles = self.rotary_pos_emb(layout.longest)[layout.places].reshape(count, -1)
+        angles = self.rotary_pos_emb(layout.longest)[layout.positions].reshape(
+            count, -1
+        )
         deepstack = []
         for number, block in enumerate(self.blocks):
             states = block(states, cu_seqlens=layout.boundaries, rotary_pos_emb=angles)

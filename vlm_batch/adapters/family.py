@@ -74,15 +74,11 @@ class FamilyHooks:
     _features_have_rows: ClassVar[bool] = False
     #: Whether recurrent layers mask positions behind a row's end, so that shorter prompts may be filled up.
     _masks_states: ClassVar[bool] = False
-    #: Whether a position sees nothing behind its own atomic span; prompts may then be padded on the right.
-    is_causal: bool = True
     #: The path of the token embedding in the language model.
     embeddings: ClassVar[str] = "model.embed_tokens"
     #: The path of the module whose output is cut to the positions that need logits, so that the LM head runs once a prompt;
     #: None where the family returns the last position by itself.
     last_hidden: ClassVar[str | None] = "model"
-    #: Whether decode steps may be compiled.
-    graphs: Graphs = Graphs.UNFUSED
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -176,7 +172,7 @@ class FamilyHooks:
         """Return the prompt's recordings, as ``pictures`` does."""
         return taken_apart(ids, sound, self._audio_token_ids)
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         """Return the mask (L,) of media features; all True if unknown."""
         tokens, marks = np.array(ids)[0], self.image_token_ids
         if marks or not has_media(extra):
@@ -234,6 +230,16 @@ class FamilyHooks:
     # Prefill and decode
     # -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether a position sees nothing behind its own atomic span; prompts may then be padded on the right."""
+        return True
+
+    @property
+    def graphs(self) -> Graphs:
+        """Decode steps are compiled: always, if asked, or never."""
+        return Graphs.UNFUSED
+
     def row_caches(self) -> list[Any]:
         """Make an empty single-row cache, one entry per layer, of the model's own kinds."""
         fresh: list[Any] = make_prompt_cache(self.language)
@@ -264,20 +270,15 @@ class FamilyHooks:
         self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
     ) -> mx.array:
         """Run positions [start, end) of prompts, one or of one length, through ``forward``: logits (R, V)."""
-        first = rows[0]
-        ids: list[mx.array] = []
-        embeds: list[mx.array] = []
-        positions: list[mx.array] = []
-        for row in rows:
-            ids.append(row.input_ids[:, start:end])
-            embeds.append(row.inputs_embeds[:, start:end])
-            if row.position.prompt is not None:
-                positions.append(row.position.prompt[..., start:end])
-        own = rows if first.has_rows else [first]
+        ids = mx.concatenate([row.input_ids[:, start:end] for row in rows])
+        embeds = mx.concatenate([row.inputs_embeds[:, start:end] for row in rows])
+        own = rows if rows[0].has_rows else rows[:1]
         extra = join_rows([self.chunk_features(row, start, end) for row in own])
+        prompts = [row.position.prompt for row in rows]
+        positions = [one[..., start:end] for one in prompts if one is not None]
         if positions:
             extra["position_ids"] = mx.concatenate(positions, axis=-2)
-        return self.forward(mx.concatenate(ids), mx.concatenate(embeds), cache, extra)
+        return self.forward(ids, embeds, cache, extra)
 
     def chunk_features(self, encoded: Encoded, start: int, end: int) -> dict[str, Any]:
         """Return a row's features of a chunk, as ``forward`` takes them; the default cuts along ``prefill_axes``."""

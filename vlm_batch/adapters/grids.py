@@ -17,6 +17,7 @@ from vlm_batch.adapters.modules import (
     split_patches,
 )
 from vlm_batch.adapters.pictures import with_part, with_quick_patches
+from vlm_batch.adapters.prompts import are_any
 from vlm_batch.adapters.rotary import hook_rotary
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import DecodeStep, Picture, PositionState
@@ -33,44 +34,36 @@ class GridAdapter(Adapter):
         return with_part(processor, "image_processor", with_quick_patches)
 
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
-        grids = [
-            extra[name]
-            for name in ("image_grid_thw", "video_grid_thw")
-            if name in extra
-        ]
-        return sum(
-            t * h * w // self.merged
-            for grid in grids
-            for t, h, w in np.array(grid).tolist()
-        )
+        names = ("image_grid_thw", "video_grid_thw")
+        grids = [extra[name] for name in names if name in extra]
+        return sum(sum(self.tokens_of(grid)) for grid in grids)
 
     @cached_property
     def merged(self) -> int:
         """Patches per token."""
         return int(self.config.vision_config.spatial_merge_size) ** 2
 
+    def tokens_of(self, grids: Any) -> list[int]:
+        """Count the tokens of each grid."""
+        return [t * h * w // self.merged for t, h, w in np.array(grids).tolist()]
+
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
         """Return one picture per grid."""
         if set(extra) != {"pixel_values", "image_grid_thw"}:
             return super().pictures(ids, extra)
-        merged = self.merged
         grids = np.array(extra["image_grid_thw"])
-        counts: list[int] = grids.prod(axis=1).tolist()
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
-        pixels = split_patches(extra["pixel_values"], counts)
-        if pixels is None or sum(count // merged for count in counts) != len(places):
+        pixels = split_patches(extra["pixel_values"], grids.prod(axis=1).tolist())
+        counts = self.tokens_of(grids)
+        positions = np.flatnonzero(are_any(np.array(ids)[0], self.image_token_ids))
+        if pixels is None or 0 in counts or sum(counts) != len(positions):
             return super().pictures(ids, extra)  # ``encode`` refuses them
-        found, place = [], 0
-        for grid, picture in zip(grids, pixels, strict=True):
-            positions = places[place : place + int(grid.prod()) // merged]
-            found.append(
-                Picture(
-                    int(positions[0]),
-                    int(positions[-1]) + 1,
-                    {"pixels": picture, "grid": grid},
-                )
-            )
-            place += len(positions)
+        found: list[Picture] = []
+        end = 0
+        for grid, picture, count in zip(grids, pixels, counts, strict=True):
+            start, end = end, end + count
+            first, last = int(positions[start]), int(positions[end - 1])
+            inputs = {"pixels": picture, "grid": grid}
+            found.append(Picture(first, last + 1, inputs))
         return tuple(found)
 
     def model_image_sizes(
@@ -146,24 +139,23 @@ class MRoPEAdapter(GridAdapter):
         self, ids: mx.array, extra: Mapping[str, Any], kind: str
     ) -> list[tuple[int, list[int]]]:
         """Return (first placeholder, grid) of each medium; raise InvalidPrompt if placeholders do not fit."""
-        grids = (
-            np.array(extra.get(f"{kind}_grid_thw", np.zeros((0, 3))))
-            .astype(int)
-            .tolist()
-        )
-        if any(min(grid) < 1 for grid in grids):
-            raise InvalidPrompt(f"{kind}_grid_thw has an entry below 1")
-        places = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
-        needed = [t * h * w // self.merged for t, h, w in grids]
-        if sum(needed) != len(places):
+        grids = np.array(extra.get(f"{kind}_grid_thw", ()), dtype=int)
+        grids = grids.reshape(-1, 3)
+        counts = self.tokens_of(grids)
+        if grids.size and (grids.min() < 1 or 0 in counts):
+            raise InvalidPrompt(f"{kind}_grid_thw has an entry of less than a token")
+        positions = np.flatnonzero(np.array(ids)[0] == self.marker(kind))
+        if sum(counts) != len(positions):
             noun = "videos" if kind == "video" else "pictures"
             raise InvalidPrompt(
-                f"{len(grids)} {noun} need {sum(needed)} placeholder tokens; the prompt has {len(places)}"
+                f"{len(grids)} {noun} need {sum(counts)} placeholder tokens; the prompt has {len(positions)}"
             )
-        return [
-            (int(places[count]), grid)
-            for count, grid in zip(np.cumsum([0, *needed]), grids, strict=False)
-        ]
+        found: list[tuple[int, list[int]]] = []
+        start = 0
+        for grid, count in zip(grids.tolist(), counts, strict=True):
+            found.append((int(positions[start]), grid))
+            start += count
+        return found
 
     def marker(self, kind: str) -> int:
         found = getattr(self.config, f"{kind}_token_id", None)
@@ -202,31 +194,42 @@ class MRoPEAdapter(GridAdapter):
 
         Text after a medium begins one past its largest position on any axis.
         """
-        side = int(self.config.vision_config.spatial_merge_size)
-        pictures = [(*one, 1.0) for one in self.placed(ids, extra, "image")]
+        pictures = self.placed(ids, extra, "image")
         has_videos = "video_grid_thw" in extra
-        timed = self.placed(ids, extra, "video") if has_videos else []
-        if len(timed) != len(steps):
-            raise InvalidPrompt(f"{len(timed)} videos have {len(steps)} time steps")
-        videos = [(*one, step) for one, step in zip(timed, steps, strict=True)]
-        blocks = [
-            (first, (t, h // side, w // side), step)
-            for first, (t, h, w), step in (*pictures, *videos)
-        ]
-        found = np.empty((3, ids.shape[1]), dtype=np.int32)
-        place = following = 0
-        for first, shape, step in sorted(blocks):
-            found[:, place:first] = np.arange(following, following + first - place)
-            following += first - place
-            inside = np.indices(shape).reshape(3, -1).astype(np.float32) * np.array(
-                [[step], [1], [1]], np.float32
-            )
-            place = first + inside.shape[1]
-            found[:, first:place] = inside.astype(np.int32) + following
-            following = int(found[:, first:place].max()) + 1
-        length = ids.shape[1]
-        found[:, place:] = np.arange(following, following + length - place)
-        return PositionState(prompt=mx.array(found[:, None]), delta=following - place)
+        videos = self.placed(ids, extra, "video") if has_videos else []
+        if len(videos) != len(steps):
+            raise InvalidPrompt(f"{len(videos)} videos have {len(steps)} time steps")
+        each = zip((*pictures, *videos), (*[1.0] * len(pictures), *steps), strict=True)
+        tokens = np.array(ids)[0]
+        length = len(tokens)
+        found = np.empty((3, length), dtype=np.int32)
+        end = following = 0
+        for (first, grid), step in sorted(each):
+            found[:, end:first] = np.arange(following, following + first - end)
+            following += first - end
+            inside, span = self.inside(tokens, first, grid, step)
+            end = first + inside.shape[1]
+            found[:, first:end] = inside + following
+            following += span
+        found[:, end:] = np.arange(following, following + length - end)
+        delta = int(found.max()) + 1 - length
+        return PositionState(prompt=mx.array(found[:, None]), delta=delta)
+
+    def inside(
+        self, tokens: np.ndarray, first: int, grid: Sequence[int], step: float
+    ) -> tuple[np.ndarray, int]:
+        """Return the positions (3, N) in a medium, and how far behind its beginning the next ones lie.
+
+        Args:
+            tokens: (L,), of which the medium begins at ``first``.
+            grid: frames, rows and columns of patches.
+            step: positions between two frames.
+        """
+        side = int(self.config.vision_config.spatial_merge_size)
+        frames, high, wide = grid
+        found = np.indices((frames, high // side, wide // side)).reshape(3, -1)
+        found[0] = found[0].astype(np.float32) * np.float32(step)
+        return found, int(found.max()) + 1
 
     def run_step(self, step: DecodeStep) -> mx.array:
         positions = mx.broadcast_to(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -184,15 +183,15 @@ class NextTokens(Heads):
     ) -> tuple[mx.array, mx.array]:
         """Read unread tokens. Returns hidden states (R, 1, D) and positions (R, 1) of the last ones."""
         tokens: list[int] = []
-        places: list[int] = []
+        positions: list[int] = []
         hidden: list[Hidden] = []
         counts: list[int] = []
         for row in rows:
             tokens += row.tokens
-            places += positions_of(row)
+            positions += positions_of(row)
             hidden += row.hidden
             counts.append(len(row.tokens))
-        at = mx.array(places)[:, None]
+        at = mx.array(positions)[:, None]
         found = self._forward(
             mx.array(tokens, dtype=mx.int32)[:, None],
             gathered(hidden)[:, None],
@@ -311,15 +310,15 @@ def gathered(hidden: Sequence[Hidden]) -> mx.array:
     arrays: list[mx.array] = []
     begins: dict[int, int] = {}  # by array
     size = 0
-    places: list[int] = []
+    indices: list[int] = []
     for one in hidden:
         if id(one.states) not in begins:
             begins[id(one.states)] = size
             size += len(one.states)
             arrays.append(one.states)
         first = begins[id(one.states)] + one.first
-        places += range(first, first + one.count)
-    return joined(arrays)[mx.array(places)]
+        indices += range(first, first + one.count)
+    return joined(arrays)[mx.array(indices)]
 
 
 def _likeliest(logits: mx.array) -> mx.array:
@@ -351,9 +350,7 @@ def _window_of(layer: RowsCache) -> int | None:
 
 def _last(states: RowStates, window: int) -> RowStates:
     """Return the last positions of rows' keys or values."""
-    runs = []
-    for run in states.runs:
-        if isinstance(run.state, mx.array):
-            run = replace(run, state=run.state[:, :, -window:])
-        runs.append(run)
-    return RowStates(tuple(runs))
+    rows = [
+        row[:, :, -window:] if isinstance(row, mx.array) else row for row in states.rows
+    ]
+    return RowStates(tuple(rows), states.counts)

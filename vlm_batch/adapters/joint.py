@@ -97,7 +97,7 @@ class TowerOutputs:
     """
 
     found: list[Any] = field(default_factory=list)
-    place: int = 0
+    index: int = 0
     awaits: bool = False
     result: Any = None
 
@@ -107,9 +107,9 @@ class TowerOutputs:
 
     def next(self, tower: Tower, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of the next call; may raise ``PendingTowerCall``."""
-        self.place += 1
-        if self.place <= len(self.found):
-            return map_arrays(self.found[self.place - 1], _handle)
+        self.index += 1
+        if self.index <= len(self.found):
+            return map_arrays(self.found[self.index - 1], _handle)
         if not self.awaits:
             return tower.look(args, kwargs)
         kind = tower.kind(args, kwargs)
@@ -134,7 +134,7 @@ def advance(
     outputs: TowerOutputs, encode: Callable[[TowerOutputs], Any]
 ) -> TowerCall | None:
     """Encode up to the first call without an output; errors are left to ``encode``."""
-    outputs.place, outputs.awaits = 0, True
+    outputs.index, outputs.awaits = 0, True
     try:
         outputs.result = encode(outputs)
     except PendingTowerCall as pending:
@@ -158,15 +158,15 @@ def make_calls(
     for at, call in calls.items():
         groups.setdefault((id(call.tower), call.kind), []).append(at)
     found: dict[int, Any] = {}
-    for places in groups.values():
-        given = [calls[at] for at in places]
+    for indices in groups.values():
+        given = [calls[at] for at in indices]
         try:
             tower = given[0].tower
             made = tower.run_by_shape(given) if by_shapes else tower.run_joined(given)
             mx.async_eval(*arrays_of(made))
         except Exception:
             continue
-        for at, answer in zip(places, made, strict=True):
+        for at, answer in zip(indices, made, strict=True):
             if answer is not None:
                 found[at] = answer
     return found
@@ -187,7 +187,7 @@ def outputs_together(
         values_of_patch: Numbers of a patch of a picture.
 
     Returns:
-        Outputs by the requests' places; none of requests without such media.
+        Outputs by the requests' indices; none of requests without such media.
     """
     outputs: dict[int, TowerOutputs] = {}
     encoding: dict[int, Callable[[TowerOutputs], Any]] = {}

@@ -40,9 +40,9 @@ class HostIntegers(mx.array):
         super().__setitem__(at, value)
 
     def __getitem__(self, at: Any) -> Any:
-        places = at if isinstance(at, tuple) else (at,)
-        for place in places:
-            if isinstance(place, bool) or not isinstance(place, _INDEX):
+        indices = at if isinstance(at, tuple) else (at,)
+        for index in indices:
+            if isinstance(index, bool) or not isinstance(index, _INDEX):
                 return super().__getitem__(at)
         return known(self.numbers[at])
 

@@ -207,9 +207,9 @@ class RememberingTower(nn.Module):
         if not missing:
             return found
         parts = make([calls[first] for first, *_ in missing.values()])
-        for places, part in zip(missing.values(), parts, strict=True):
-            self.remember(keys[places[0]], part)
-            for at in places:
+        for indices, part in zip(missing.values(), parts, strict=True):
+            self.remember(keys[indices[0]], part)
+            for at in indices:
                 found[at] = part
         return found
 
@@ -421,10 +421,10 @@ class RememberingGridTower(RememberingTower):
             shapes.setdefault(call.shape, []).append(at)
         found: list[Any] = [None] * len(calls)
         pictures = current().pictures
-        for places in shapes.values():
-            count = 1 if pictures is None else pictures(calls[places[0]])
-            for start in range(0, len(places), count):
-                part = places[start : start + count]
+        for indices in shapes.values():
+            count = 1 if pictures is None else pictures(calls[indices[0]])
+            for start in range(0, len(indices), count):
+                part = indices[start : start + count]
                 answers = self.as_one([calls[at] for at in part], count)
                 for at, answer in zip(part, answers, strict=True):
                     found[at] = answer

@@ -86,16 +86,11 @@ class PatchesOfRows:
             stand_in = StandIn(list(recalled))
             pictures[0].stand_in = stand_in
             return {"pixel_values": stand_in, "image_grid_thw": grids}
-        counts = grids.prod(axis=1).tolist()
-        patches = np.empty((sum(counts), self._width), dtype=np.float32)
-        each = np.split(patches, np.cumsum(counts)[:-1].tolist())
-        for picture, size, filled in zip(pictures, sizes, each, strict=True):
-            self._fill(filled, resized(picture, size))
-        return {"pixel_values": patches, "image_grid_thw": grids}
-
-    @property
-    def _width(self) -> int:
-        return 3 * self.temporal_patch_size * self.patch_size**2
+        made = [
+            self._patches(resized(picture, size))
+            for picture, size in zip(pictures, sizes, strict=True)
+        ]
+        return {"pixel_values": np.concatenate(made), "image_grid_thw": grids}
 
     def _recalled(
         self, store: PictureStore, picture: RecalledPicture, size: tuple[int, int]
@@ -109,11 +104,7 @@ class PatchesOfRows:
         if kept is not None:
             return kept
         seen = resized(picture, size)
-        patches = np.empty(
-            (size[0] * size[1] // self.patch_size**2, self._width), dtype=np.float32
-        )
-        self._fill(patches, seen)
-        made = mx.array(patches)
+        made = mx.array(self._patches(seen))
         hash_ahead(made)
         store.put(
             key, Patches(mx.array(seen), mx.array(table), settings, HASHES.of(made))
@@ -130,23 +121,21 @@ class PatchesOfRows:
             values /= np.array(self.image_std, dtype=np.float32)[:, None, None]
         return values
 
-    def _fill(self, patches: np.ndarray, picture: np.ndarray) -> None:
+    # (H, W, 3) -> (N, 3 * T * P * P)
+    def _patches(self, picture: np.ndarray) -> np.ndarray:
         side, merged, steps = self.patch_size, self.merge_size, self.temporal_patch_size
-        high = picture.shape[0] // (side * merged)
-        wide = picture.shape[1] // (side * merged)
+        lines = side * merged
+        high, wide = picture.shape[0] // lines, picture.shape[1] // lines
         shape = (high, wide, merged, merged, 3, steps, side, side)
-        for row, filled in enumerate(patches.reshape(shape)):
-            values = self._normalised(
-                picture[row * side * merged : (row + 1) * side * merged]
-            )
-            parts = values.reshape(3, merged, side, wide, merged, side).transpose(
-                3, 1, 4, 0, 2, 5
-            )
-            for step in range(steps):
-                filled[:, :, :, :, step] = parts
+        patches = np.empty(shape, dtype=np.float32)
+        for row, filled in enumerate(patches):
+            values = self._normalised(picture[row * lines : (row + 1) * lines])
+            parts = values.reshape(3, merged, side, wide, merged, side)
+            # the same in each step of time
+            filled[...] = parts.transpose(3, 1, 4, 0, 2, 5)[:, :, :, :, None]
+        return patches.reshape(-1, 3 * steps * side * side)
 
 
-# (height, width, 3) bytes
 def _is_rgb(picture: Any) -> bool:
     return isinstance(picture, Image.Image) and picture.mode == "RGB"
 
@@ -156,6 +145,7 @@ def _has_content(picture: Any) -> bool:
     return isinstance(picture, RecalledPicture) and bool(picture.content)
 
 
+# (height, width, 3) bytes
 def resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
     high, wide = size
     if picture.size != (wide, high):

@@ -74,7 +74,7 @@ class OnePlaceholder(PlacingAdapter):
         raise NotImplementedError
 
 
-class MaskedPlaces(Adapter):
+class MaskedPositions(Adapter):
     """Families whose processors mark features by ``images_seq_mask`` (1, L)."""
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:

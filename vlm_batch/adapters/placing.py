@@ -15,7 +15,7 @@ import numpy as np
 from vlm_batch.adapters.hooks import hook, install_hooks, is_hook
 from vlm_batch.adapters.prompts import are_any
 
-#: mlx-vlm's functions of many families that write features to the places of a mask.
+#: mlx-vlm's functions of many families that write features to the positions of a mask.
 NAMES = frozenset({"masked_scatter", "_masked_scatter"})
 
 
@@ -42,17 +42,17 @@ def place(embeds: mx.array, mask: mx.array, features: mx.array) -> mx.array:
     Raises:
         ValueError: The features are not as many, or not as wide.
     """
-    is_place = np.array(mask[..., 0]).astype(bool).reshape(-1)
-    return fill(embeds, is_place, features.astype(embeds.dtype))
+    is_placeholder = np.array(mask[..., 0]).astype(bool).reshape(-1)
+    return fill(embeds, is_placeholder, features.astype(embeds.dtype))
 
 
-def fill(embeds: mx.array, is_place: np.ndarray, features: mx.array) -> mx.array:
-    """Replace embeddings (B, L, D) by features (..., D), in order, at the places (B * L,) that are True.
+def fill(embeds: mx.array, is_placeholder: np.ndarray, features: mx.array) -> mx.array:
+    """Replace embeddings (B, L, D) by features (..., D), in order, at the positions (B * L,) that are True.
 
     The answer has the wider type of both. Raises ValueError: The features are not as many, or not as wide.
     """
     wide = embeds.shape[-1]
-    new, given = int(is_place.sum()), features.size // features.shape[-1]
+    new, given = int(is_placeholder.sum()), features.size // features.shape[-1]
     if features.shape[-1] != wide:
         raise ValueError(
             f"features of {features.shape[-1]} numbers do not fit embeddings of {wide}"
@@ -63,9 +63,11 @@ def fill(embeds: mx.array, is_place: np.ndarray, features: mx.array) -> mx.array
         )
     if not new:
         return embeds
-    at = mx.array(np.maximum(np.cumsum(is_place) - 1, 0))
+    at = mx.array(np.maximum(np.cumsum(is_placeholder) - 1, 0))
     moved = features.reshape(-1, wide)[at].reshape(embeds.shape)
-    return mx.where(mx.array(is_place).reshape(*embeds.shape[:-1], 1), moved, embeds)
+    return mx.where(
+        mx.array(is_placeholder).reshape(*embeds.shape[:-1], 1), moved, embeds
+    )
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Merge:
     Attributes:
         name: The method's.
         keeps_type: Whether features take the embeddings' type; else both get the wider one.
-        takes_all: Whether all of the ids that it is given, and the family's, mark places; else the first that the prompt has.
-        gives_mask: Whether it returns the places (1, L, D), too.
+        takes_all: Whether all ids that it is given, and the family's, are placeholders; else the first that the prompt has.
+        gives_mask: Whether it returns their mask (1, L, D), too.
     """
 
     name: str
@@ -85,7 +87,7 @@ class Merge:
     gives_mask: bool = False
 
 
-def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
+def know_positions(model: Any, merge: Merge, marks: Collection[int]) -> None:
     """Replace a model's merge by one that knows the ids. ``marks``: the family's placeholders."""
     arguments = signature(getattr(model, merge.name)).parameters
     ids = [name for name in arguments if "token_i" in name]
@@ -101,11 +103,11 @@ def know_places(model: Any, merge: Merge, marks: Collection[int]) -> None:
         asked = _asked(said, ids)
         if needs_ids and not asked:
             raise ValueError(f"the configuration names no placeholder for {merge.name}")
-        is_place = are_any(tokens, _marks_of(merge, tokens, asked, marks))
-        found = fill(embeds, is_place, features)
+        is_placeholder = are_any(tokens, _marks_of(merge, tokens, asked, marks))
+        found = fill(embeds, is_placeholder, features)
         if not merge.gives_mask:
             return found
-        return found, mx.broadcast_to(mx.array(is_place)[:, None], embeds.shape)
+        return found, mx.broadcast_to(mx.array(is_placeholder)[:, None], embeds.shape)
 
     setattr(model, merge.name, put)
 
@@ -122,7 +124,7 @@ def _asked(said: Mapping[str, Any], names: Sequence[str]) -> list[int]:
 def _marks_of(
     merge: Merge, tokens: np.ndarray, asked: Sequence[int], marks: Collection[int]
 ) -> Collection[int]:
-    """Return the ids that mark places: of those that a merge is asked for, and of the family's."""
+    """Return the placeholders' ids: of those that a merge is asked for, and of the family's."""
     if merge.takes_all:
         return [*asked, *marks]
     for token in asked:

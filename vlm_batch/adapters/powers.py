@@ -1,26 +1,21 @@
-"""Attention in float32 on a CPU, by powers of e.
+"""Attention of decode steps in float32 on a CPU, by powers of e.
 
-In float32, MLX 0.32's exponentials and selections cost more than powers (docs/log.md). So attention uses powers of e and
-additive masks, block by block over visible keys. Heads that share keys become rows of one product. Prompts and towers
-attend with numpy's exponentials where those are faster (``by_numpy``); decode steps, which may be graphs, cannot.
+In float32, MLX 0.32's exponentials and selections cost more than powers (docs/log.md). So steps use powers of e and
+additive masks. Heads that share keys become rows of one product. Prompts and towers attend with numpy's exponentials
+where those are faster (``by_numpy``); decode steps, which may be graphs, cannot.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from vlm_batch.adapters import by_numpy
 from vlm_batch.adapters.masks import added
-from vlm_batch.arrays import joined
 from vlm_batch.caches.quantized import QuantizedStates
 
-#: Queries per block on a CPU.
-BLOCK = 64
 #: The most scores of a decode step over a slab for which fewer operations beat powers.
 FEW_SCORES = 2**13
 #: The fewest keys for which a single query gains from powers, if no heads share keys.
@@ -44,53 +39,39 @@ def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array:
     """Compute ``mx.fast.scaled_dot_product_attention`` of arrays that ``takes_powers``, by powers where they gain."""
+    num_queries = queries.size // queries.shape[3]
     if isinstance(mask, mx.array):
         is_of_slab = mask.ndim == 4 and mask.shape[1:3] == (1, 1)
         if is_of_slab:
             mask = added(mask, queries.dtype)
-        num_queries = queries.size // queries.shape[3]
         is_gain = is_of_slab and num_queries * keys.shape[2] > FEW_SCORES
     else:
-        is_gain = is_long(queries, keys)
-    if is_gain and not by_numpy.takes_attention(queries, keys):
-        return attend_in_blocks(queries, keys, values, scale, mask)
+        is_gain = queries.shape[1] > keys.shape[1] or keys.shape[2] >= MANY_KEYS
+    is_step = queries.shape[2] == 1
+    if is_step and is_gain and not by_numpy.takes_attention(queries, keys):
+        return attend_step(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask
     )
 
 
-def is_long(queries: mx.array, keys: mx.array) -> bool:
-    _, heads, length, _ = queries.shape
-    return length > 1 or heads > keys.shape[1] or keys.shape[2] >= MANY_KEYS
-
-
-def attend_in_blocks(
+def attend_step(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     scale: float,
     mask: mx.array | str | None,
 ) -> mx.array:
-    """Attend with ``BLOCK`` queries at a time; ``mask`` is None, "causal" or a slab's."""
-    is_causal = isinstance(mask, str)
-    batch, heads, length, width = queries.shape
-    kv_heads, columns = keys.shape[1], keys.shape[2]
-    queries, outputs = queries * scale, []
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        seen = columns - length + stop if is_causal else columns
-        # (B, H_kv, G l, D)
-        block = queries[:, :, start:stop].reshape(batch, kv_heads, -1, width)
-        scores = block @ keys[:, :, :seen].swapaxes(-1, -2)
-        if is_causal:
-            apart = scores.reshape(batch, heads, stop - start, seen)
-            scores = (apart + _later(stop - start, seen)).reshape(scores.shape)
-        elif isinstance(mask, mx.array):
-            scores = scores + added(mask, scores.dtype)
-        weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
-        attended = (weights @ values[:, :, :seen]) / weights.sum(axis=-1, keepdims=True)
-        outputs.append(attended.reshape(batch, heads, stop - start, -1))
-    return joined(outputs, axis=2)
+    """Attend with queries (B, H, 1, D); ``mask`` is a slab's, or hides nothing."""
+    batch, heads, _, width = queries.shape
+    # (B, H_kv, G, D)
+    grouped = (queries * scale).reshape(batch, keys.shape[1], -1, width)
+    scores = grouped @ keys.swapaxes(-1, -2)
+    if isinstance(mask, mx.array):
+        scores = scores + added(mask, scores.dtype)
+    weights = mx.power(E, scores - scores.max(axis=-1, keepdims=True))
+    attended = (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    return attended.reshape(batch, heads, 1, -1)
 
 
 def takes_codes(queries: mx.array, keys: QuantizedStates, mask: Any) -> bool:
@@ -159,11 +140,3 @@ def _planes(states: QuantizedStates) -> list[mx.array]:
         return [packed.astype(mx.float32)]
     codes = ((packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits))
     return [one.astype(mx.float32) for one in codes]
-
-
-@lru_cache(maxsize=64)
-def _later(queries: int, keys: int) -> mx.array:
-    is_later = np.arange(keys)[None] > np.arange(keys - queries, keys)[:, None]
-    return mx.array(
-        np.where(is_later, np.finfo(np.float32).min / 2, 0.0).astype(np.float32)
-    )

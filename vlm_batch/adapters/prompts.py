@@ -165,17 +165,19 @@ def spans_of(ids: mx.array, markers: frozenset[int]) -> tuple[tuple[int, int], .
 def repeat_placeholders(ids: mx.array, marker: int, counts: Sequence[int]) -> mx.array:
     """Repeat the n-th placeholder of ids (1, L) ``counts[n]`` times; raise InvalidPrompt if their numbers differ."""
     tokens = np.array(ids)[0]
-    places = np.flatnonzero(tokens == marker)
-    if len(places) != len(counts):
+    positions = np.flatnonzero(tokens == marker)
+    if len(positions) != len(counts):
         raise InvalidPrompt(
-            f"the prompt has {len(places)} placeholders for {len(counts)} pictures"
+            f"the prompt has {len(positions)} placeholders for {len(counts)} pictures"
         )
     repeats = np.ones(len(tokens), dtype=np.int64)
-    repeats[places] = counts
+    repeats[positions] = counts
     return mx.array(np.repeat(tokens, repeats)[None])
 
 
-def check_places(ids: Any, runs: Sequence[np.ndarray], noun: str = "pictures") -> None:
+def check_positions(
+    ids: Any, runs: Sequence[np.ndarray], noun: str = "pictures"
+) -> None:
     """Raise InvalidPrompt unless ids (1, L) have placeholders exactly in ``runs``.
 
     Each run's positions (N,) must hold one id, found nowhere else.

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -36,30 +35,21 @@ APPLY = "apply_multimodal_rotary_pos_emb"
 PLAIN_STYLES = ("chunked", "interleaved")
 
 
-class Frequencies:
-    """Radians per position (D_rotary / 2,), hashed by value to share factors among layers."""
-
-    def __init__(self, array: mx.array, scale: float = 1.0) -> None:
-        self.array = array
-        self.scale = scale
-        self._known: Any = (scale, *array.tolist())  # type: ignore[misc]
-        self._hash = hash(self._known)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Frequencies) and self._known == other._known
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
 def rotate_step(
-    x: mx.array, frequencies: Frequencies, offset: mx.array, *, is_traditional: bool
+    x: mx.array,
+    frequencies: mx.array,
+    offset: mx.array,
+    *,
+    is_traditional: bool,
+    scale: float = 1.0,
 ) -> mx.array:
-    """Compute ``mx.fast.rope`` of a decode step (B, H, 1, D), with factors made once per step."""
-    own, others = once(offset, _factors, frequencies, is_traditional)
-    width = 2 * frequencies.array.size
+    """Compute ``mx.fast.rope`` of a decode step (B, H, 1, D), with factors made once per step.
+
+    Args:
+        frequencies: radians per position (D_rotary / 2,), as ``shared`` returns them.
+    """
+    own, others = once(offset, _factors, frequencies, scale, is_traditional)
+    width = 2 * frequencies.size
     part = x if width == x.shape[-1] else x[..., :width]
     pairs = part.reshape(*part.shape[:-1], *own.shape[-2:])
     swapped = pairs[..., ::-1] if is_traditional else pairs[..., ::-1, :]
@@ -88,12 +78,12 @@ def makes_factors(x: mx.array) -> bool:
 
 
 def _factors(
-    offset: mx.array, frequencies: Frequencies, is_traditional: bool
+    offset: mx.array, frequencies: mx.array, scale: float, is_traditional: bool
 ) -> tuple[mx.array, mx.array]:
     positions = offset[:, None].astype(mx.float32)
-    if frequencies.scale != 1:
-        positions = positions * frequencies.scale
-    angles = positions * frequencies.array
+    if scale != 1:
+        positions = positions * scale
+    angles = positions * frequencies
     cos, sin = mx.cos(angles), mx.sin(angles)
     axis = -1 if is_traditional else -2
     own, others = mx.stack([cos, cos], axis=axis), mx.stack([-sin, sin], axis=axis)
@@ -106,9 +96,10 @@ class RowRoPE(nn.RoPE):
             return super().__call__(x, offset)
         return rotate_step(
             x,
-            plain_frequencies(self.dims, self.base, self.scale),
+            plain_frequencies(self.dims, self.base),
             offset,
             is_traditional=self.traditional,
+            scale=self.scale,
         )
 
 
@@ -117,25 +108,28 @@ class RowLlama3RoPE(Llama3RoPE):
         if not shares_angles(x, offset):
             return super().__call__(x, offset)
         if "_frequencies" not in self.__dict__:
-            self.__dict__["_frequencies"] = inverse(self._freqs)
+            self.__dict__["_frequencies"] = shared(mx.reciprocal(self._freqs))
         return rotate_step(
             x, self.__dict__["_frequencies"], offset, is_traditional=self.traditional
         )
 
 
 @lru_cache(maxsize=64)
-def plain_frequencies(width: int, base: float, scale: float) -> Frequencies:
+def plain_frequencies(width: int, base: float) -> mx.array:
     half = width // 2
-    return Frequencies(
-        evaluated(
-            mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
-        ),
-        scale,
-    )
+    steps = mx.arange(0, -half, -1, dtype=mx.float32)
+    return shared(mx.exp(steps * (math.log(base) / half)))
 
 
-def inverse(periods: mx.array) -> Frequencies:
-    return Frequencies(evaluated(mx.reciprocal(periods)))
+def shared(frequencies: mx.array) -> mx.array:
+    """Return the one array of these float32 numbers, by which layers share factors."""
+    numbers: Any = frequencies.tolist()
+    return _shared(tuple(numbers))
+
+
+@lru_cache(maxsize=64)
+def _shared(numbers: tuple[float, ...]) -> mx.array:
+    return evaluated(mx.array(numbers, dtype=mx.float32))
 
 
 def evaluated(array: mx.array) -> mx.array:
@@ -147,59 +141,53 @@ def evaluated(array: mx.array) -> mx.array:
 STEP_ROPES: Mapping[type, type] = {nn.RoPE: RowRoPE, Llama3RoPE: RowLlama3RoPE}
 
 
-@dataclass(frozen=True)
-class StepRotation:
-    """A decode step's rotation, passed on in place of cosines."""
+def turn_step(
+    x: mx.array,
+    positions: mx.array,
+    periods: mx.array,
+    frequencies: mx.array,
+    *,
+    is_traditional: bool,
+) -> mx.array:
+    """Rotate a decode step (B, H, 1, D).
 
-    positions: mx.array  # (B,)
-    periods: mx.array  # (D_rotary / 2,) 1 / frequency
-    frequencies: Frequencies
-    is_traditional: bool  # whether pairs are neighbours instead of halves
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if shares_angles(x, self.positions):
-            return rotate_step(
-                x, self.frequencies, self.positions, is_traditional=self.is_traditional
-            )
-        width = 2 * self.periods.size
-        return mx.fast.rope(
-            x,
-            width,
-            traditional=self.is_traditional,
-            base=None,
-            scale=1.0,
-            offset=self.positions,
-            freqs=self.periods,
-        )
-
-
-@dataclass(frozen=True)
-class PromptRotation:
-    """A prompt's rotation, passed on in place of cosines.
-
-    Factors of pairs' first and second numbers are float32 (B, 1, L, 2, D_rotary / 2).
+    Args:
+        positions: (B,).
+        periods: (D_rotary / 2,), 1 / frequency.
+        is_traditional: whether pairs are neighbours instead of halves.
     """
+    if shares_angles(x, positions):
+        return rotate_step(x, frequencies, positions, is_traditional=is_traditional)
+    return mx.fast.rope(
+        x,
+        2 * periods.size,
+        traditional=is_traditional,
+        base=None,
+        scale=1.0,
+        offset=positions,
+        freqs=periods,
+    )
 
-    by_first: mx.array
-    by_second: mx.array
 
-    @classmethod
-    def of(cls, cos: mx.array, sin: mx.array) -> PromptRotation:
-        """Make a rotation of cosines and sines (B, L, D_rotary) with equal halves."""
-        half = cos.shape[-1] // 2
-        cos, sin = (
-            turned[:, None, :, :half].astype(mx.float32) for turned in (cos, sin)
-        )
-        return cls(mx.stack([cos, sin], axis=-2), mx.stack([-sin, cos], axis=-2))
+def prompt_factors(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
+    """Return float32 factors (B, 1, L, 2, D_rotary / 2) of pairs' first and second numbers.
 
-    def __call__(self, x: mx.array) -> mx.array:
-        width = 2 * self.by_first.shape[-1]
-        turned = x[..., :width]
-        pairs = turned.reshape(*turned.shape[:-1], 2, -1)
-        found = operations.turn_pairs(
-            pairs[..., :1, :], pairs[..., 1:, :], self.by_first, self.by_second
-        )
-        return _with_rest(found.reshape(turned.shape), x)
+    Args:
+        cos: (B, L, D_rotary), with equal halves; ``sin``, too.
+    """
+    half = cos.shape[-1] // 2
+    cos, sin = (turned[:, None, :, :half].astype(mx.float32) for turned in (cos, sin))
+    return mx.stack([cos, sin], axis=-2), mx.stack([-sin, cos], axis=-2)
+
+
+def turn_prompt(x: mx.array, by_first: mx.array, by_second: mx.array) -> mx.array:
+    """Rotate a prompt (B, H, L, D)."""
+    width = 2 * by_first.shape[-1]
+    turned = x[..., :width]
+    pairs = turned.reshape(*turned.shape[:-1], 2, -1)
+    first, second = pairs[..., :1, :], pairs[..., 1:, :]
+    found = operations.turn_pairs(first, second, by_first, by_second)
+    return _with_rest(found.reshape(turned.shape), x)
 
 
 def hook_rotary(module: nn.Module, *, family: str) -> None:
@@ -212,7 +200,7 @@ def hook_rotary(module: nn.Module, *, family: str) -> None:
         child.__class__ = turning(type(child))
         child.__dict__.update(
             _periods=evaluated(periods),
-            _frequencies=Frequencies(evaluated(child.inv_freq)),
+            _frequencies=shared(child.inv_freq),
         )
     for file in files_of(module):
         theirs = vars(sys.modules[file]).get(APPLY)
@@ -257,13 +245,21 @@ def turning(parent: type) -> type:
             positions = current().positions
             counts = operations.counts_launches()
             if positions is not None and (counts or makes_factors(x)):
-                is_paired = self.pairing == "even_odd"
-                turn = (positions, self._periods, self._frequencies, is_paired)
-                return StepRotation(*turn), None
+                turn = partial(
+                    turn_step,
+                    positions=positions,
+                    periods=self._periods,
+                    frequencies=self._frequencies,
+                    is_traditional=self.pairing == "even_odd",
+                )
+                return turn, None
             cos, sin = super().__call__(x, position_ids)
             is_plain = self.style in PLAIN_STYLES and cos.ndim == 3
             if counts and is_plain:
-                return PromptRotation.of(cos, sin), None
+                by_first, by_second = prompt_factors(cos, sin)
+                return partial(
+                    turn_prompt, by_first=by_first, by_second=by_second
+                ), None
             return cos, sin
 
     return Turning
@@ -277,10 +273,8 @@ def applying(
     def apply(
         q: mx.array, k: mx.array, cos: Any, sin: Any, *args: Any, **kwargs: Any
     ) -> tuple[mx.array, mx.array]:
-        return (
-            (cos(q), cos(k))
-            if isinstance(cos, StepRotation | PromptRotation)
-            else upstream(q, k, cos, sin, *args, **kwargs)
-        )
+        if callable(cos):
+            return cos(q), cos(k)
+        return upstream(q, k, cos, sin, *args, **kwargs)
 
     return apply

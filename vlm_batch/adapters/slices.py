@@ -12,7 +12,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.media import has_pictures, has_sound
-from vlm_batch.adapters.prompts import check_places
+from vlm_batch.adapters.prompts import check_positions
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture, PositionState
 
@@ -40,9 +40,9 @@ class SlicedAdapter(MRoPEAdapter):
                 "image_bound names placeholder tokens for pictures, and there is no picture"
             )
         noun = "media" if has_sound(extra) else "pictures"
-        check_places(ids, self.places(extra), noun)
+        check_positions(ids, self.feature_positions(extra), noun)
 
-    def places(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
+    def feature_positions(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the positions (N,) of each run of features."""
         return [
             np.arange(first, end)
@@ -58,9 +58,9 @@ class SlicedAdapter(MRoPEAdapter):
             )
         )
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         mask = np.zeros(ids.shape[1], dtype=np.bool_)
-        for run in self.places(extra):
+        for run in self.feature_positions(extra):
             mask[run] = True
         return mask
 

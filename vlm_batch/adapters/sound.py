@@ -23,11 +23,11 @@ class SoundAdapter(Adapter):
         if sound:
             rows, embeds = self.encode_sound(sound), made["inputs_embeds"]
             made["inputs_embeds"] = put_rows(
-                embeds, self.sound_places(ids, sound), rows, "recordings"
+                embeds, self.sound_positions(ids, sound), rows, "recordings"
             )
         return made
 
-    def sound_places(self, ids: Any, sound: Mapping[str, Any]) -> np.ndarray:
+    def sound_positions(self, ids: Any, sound: Mapping[str, Any]) -> np.ndarray:
         """Return the positions (N,) of features in a prompt (1, L)."""
         return np.flatnonzero(np.isin(np.array(ids)[0], list(self._audio_token_ids)))
 

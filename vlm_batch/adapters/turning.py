@@ -255,11 +255,8 @@ def attend_rows(
         terms: The further ones of ``TurnedAttention``.
     """
     pairs = _pairs(keys, values)
-    live = [pair for pair in pairs or () if pair is not None]
-    if pairs is None or not live:
-        return None
-    asked = TurnedAttention(queries, *live[0], *terms)
-    if not lookups.is_numpys() or asked.mask is not None:
+    asked = TurnedAttention(queries, keys.live, values.live, *terms)
+    if pairs is None or not lookups.is_numpys() or asked.mask is not None:
         return None
     found = _by_numpy(asked.turned(), pairs, None, asked.sinks_by_group())
     return None if found is None else asked.turned_back(found)
@@ -268,13 +265,13 @@ def attend_rows(
 def _pairs(keys: RowStates, values: RowStates) -> list[Pair | None] | None:
     """Return each place's codes; None if rows hold anything else."""
     pairs: list[Pair | None] = []
-    for run, other in zip(keys.runs, values.runs, strict=True):
-        if run.state is None:
+    for own_keys, own_values in zip(keys.rows, values.rows, strict=True):
+        if own_keys is None:
             pairs.append(None)
-            continue
-        if run.count != 1 or not isinstance(run.state, TurboStates):
+        elif isinstance(own_keys, TurboStates):
+            pairs.append((own_keys, cast(TurboStates, own_values)))
+        else:
             return None
-        pairs.append((run.state, cast(TurboStates, other.state)))
     return pairs
 
 

@@ -65,11 +65,11 @@ def resize_bicubic(table: mx.array, size: tuple[int, int]) -> mx.array:
 
 def resize_linear(table: mx.array, length: int) -> mx.array:
     """Resize a table (L, D), as torch's linear ``F.interpolate`` without aligned corners."""
-    places = mx.clip(
+    points = mx.clip(
         (mx.arange(length) + 0.5) * (len(table) / length) - 0.5, 0, len(table) - 1
     )
-    before = mx.floor(places).astype(mx.int32)
-    share = (places - before)[:, None]
+    before = mx.floor(points).astype(mx.int32)
+    share = (points - before)[:, None]
     return (
         table[before] * (1 - share)
         + table[mx.minimum(before + 1, len(table) - 1)] * share
@@ -95,8 +95,8 @@ def adaptive_average(grid: mx.array, size: int) -> mx.array:
 
 
 def _windows(length: int, size: int) -> mx.array:
-    places = mx.arange(length)[None]
+    columns = mx.arange(length)[None]
     starts = (mx.arange(size) * length // size)[:, None]
     ends = ((mx.arange(1, size + 1) * length + size - 1) // size)[:, None]
-    inside = (places >= starts) & (places < ends)
+    inside = (columns >= starts) & (columns < ends)
     return inside / inside.sum(axis=1, keepdims=True)

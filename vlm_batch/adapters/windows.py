@@ -88,6 +88,19 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     )
 
 
+def _attend_turned(
+    split: mx.array,
+    turn: RotationFactors,
+    boundaries: mx.array,
+    scale: float,
+    axis: int = -2,
+) -> mx.array:
+    """Rotate queries and keys, and attend within pictures: queries, keys and values (N, 3, H, D) -> (N, H * D)."""
+    queries, keys = rotate(split[:, :2].swapaxes(0, 1), turn, axis)
+    runs = once(boundaries, runs_between)
+    return attend_runs(queries, keys, split[:, 2], runs, scale)
+
+
 def attend_pictures(
     parent: type[nn.Module], project: str = "qkv", output: str = "proj"
 ) -> type[nn.Module]:
@@ -103,18 +116,8 @@ def attend_pictures(
             if cu_seqlens is None:
                 return super().__call__(x, cu_seqlens, rotary_pos_emb)
             split = self[project](x).reshape(x.shape[0], 3, self.num_heads, -1)
-            queries, keys = rotate(
-                split[:, :2].swapaxes(0, 1), once(rotary_pos_emb, turn_by)
-            )
-            return self[output](
-                attend_runs(
-                    queries,
-                    keys,
-                    split[:, 2],
-                    once(cu_seqlens, runs_between),
-                    self.scale,
-                )
-            )
+            turn = once(rotary_pos_emb, turn_by)
+            return self[output](_attend_turned(split, turn, cu_seqlens, self.scale))
 
     return PictureAttention
 
@@ -132,16 +135,7 @@ def moon_attention(parent: type[nn.Module]) -> type[nn.Module]:
         ) -> mx.array:
             split = self.wqkv(x).reshape(x.shape[0], 3, self.num_heads, -1)
             turn = once(rotary_pos_emb, turn_by_numbers)
-            queries, keys = rotate(split[:, :2].swapaxes(0, 1), turn, axis=-1)
-            return self.wo(
-                attend_runs(
-                    queries,
-                    keys,
-                    split[:, 2],
-                    once(cu_seqlens, runs_between),
-                    self.scale,
-                )
-            )
+            return self.wo(_attend_turned(split, turn, cu_seqlens, self.scale, axis=-1))
 
     return MoonAttention
 

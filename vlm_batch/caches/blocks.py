@@ -119,7 +119,7 @@ class BlockSlabCache(RingSlabCache):
         super().__init__(num_places, window)
         self.most_positions = 1
 
-    def extract(self, place: int) -> BlockCache:  # type: ignore[override]
+    def extract(self, place: int) -> BlockCache:
         cache = BlockCache(self.window)
         cache.offset = self._lengths[place]
         cache.start_position = (cache.offset - 1) // self.window * self.window

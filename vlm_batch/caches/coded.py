@@ -246,7 +246,7 @@ class CodedSlabCache(SlabCache):
         self.slabs = tuple(put_columns(slab, at, part) for slab, part in pairs)
 
     @property
-    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
+    def has_graphs_kernels(self) -> bool:
         """False for operations: a graph can fuse their scaling and masking."""
         return self.few_bits == KERNEL
 

@@ -76,7 +76,7 @@ class IndexedCache(CacheKind):
         return cache
 
     @property
-    def holds_rows(self) -> bool:  # type: ignore[override]
+    def holds_rows(self) -> bool:
         return kind_of(self.inner).holds_rows
 
     def row(self, index: int, *, is_own: bool = True) -> IndexedCache:
@@ -133,7 +133,7 @@ class IndexedCache(CacheKind):
         return int(self.inner.nbytes) + num_bytes(own)
 
     @property
-    def is_whole(self) -> bool:  # type: ignore[override]
+    def is_whole(self) -> bool:
         return kind_of(self.inner).is_whole
 
     def saved(self, length: int) -> IndexedState:
@@ -156,11 +156,11 @@ class IndexedState(LayerState):
     positions: mx.array
 
     @property
-    def is_whole(self) -> bool:  # type: ignore[override]
+    def is_whole(self) -> bool:
         return self.state.is_whole
 
     @property
-    def floor(self) -> int:  # type: ignore[override]
+    def floor(self) -> int:
         return self.state.floor
 
     def reaches(self, length: int) -> bool:

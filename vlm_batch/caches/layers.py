@@ -46,16 +46,6 @@ class LayerCache:
 
     #: Whether keys and values lie in columns that are reserved ahead.
     has_columns = False
-    #: Those columns, once there are some.
-    capacity: int = 0
-    #: Whether a compiled step can write it.
-    can_trace = False
-    #: Whether that runs the same kernels: nothing can be fused.
-    has_graphs_kernels = False
-    #: The most positions of a row in one forward; 1 if none can be dropped.
-    most_positions: int = 1
-    #: Bytes of the states that each further position leaves.
-    state_bytes: int = 0
     #: Whether every step masks columns, so that rows attend apart.
     always_masked = False
 
@@ -80,6 +70,31 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
+
+    @property
+    def capacity(self) -> int:
+        """Those columns, once there are some."""
+        return 0
+
+    @property
+    def can_trace(self) -> bool:
+        """Whether a compiled step can write it."""
+        return False
+
+    @property
+    def has_graphs_kernels(self) -> bool:
+        """Whether that runs the same kernels: nothing can be fused."""
+        return False
+
+    @property
+    def most_positions(self) -> int:
+        """The most positions of a row in one forward; 1 if none can be dropped."""
+        return 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that each further position leaves."""
+        return 0
 
     def put(self, place: int, cache: Any) -> None:
         """Take over one row's cache at an empty place. No other row is copied.
@@ -125,16 +140,28 @@ class CacheKind:
     #: All arrays, for evaluation.
     state: Any
 
-    #: Whether it can be cut to any length.
-    is_whole = False
     #: Whether it only holds pictures, which tokens do not change.
     is_constant = False
-    #: Whether a new one can hold several rows of one length.
-    holds_rows = False
-    #: Whether the last chunk's last positions can be removed without a trace.
-    can_trim = False
-    #: The sliding window; None for full attention.
-    span: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be cut to any length."""
+        return False
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a new one can hold several rows of one length."""
+        return False
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether the last chunk's last positions can be removed without a trace."""
+        return False
+
+    @property
+    def span(self) -> int | None:
+        """The sliding window; None for full attention."""
+        return None
 
     @property
     def counter(self) -> Any:

@@ -61,19 +61,19 @@ class ListedCache(LayerCache, CacheList):
         return sum(part.nbytes for part in self.caches)
 
     @property
-    def can_trace(self) -> bool:  # type: ignore[override]
+    def can_trace(self) -> bool:
         return all(part.can_trace for part in self.caches)
 
     @property
-    def has_graphs_kernels(self) -> bool:  # type: ignore[override]
+    def has_graphs_kernels(self) -> bool:
         return all(part.has_graphs_kernels for part in self.caches)
 
     @property
-    def most_positions(self) -> int:  # type: ignore[override]
+    def most_positions(self) -> int:
         return min(part.most_positions for part in self.caches)
 
     @property
-    def state_bytes(self) -> int:  # type: ignore[override]
+    def state_bytes(self) -> int:
         return sum(part.state_bytes for part in self.caches)
 
     def drafted(self, counts: Sequence[int]) -> ListedCache:
@@ -113,11 +113,11 @@ class ListState(LayerState):
     states: tuple[LayerState, ...]
 
     @property
-    def is_whole(self) -> bool:  # type: ignore[override]
+    def is_whole(self) -> bool:
         return all(state.is_whole for state in self.states)
 
     @property
-    def floor(self) -> int:  # type: ignore[override]
+    def floor(self) -> int:
         return max((state.floor for state in self.states), default=0)
 
     def reaches(self, length: int) -> bool:
@@ -136,11 +136,11 @@ class ListKind(UpstreamKind):
         return [kind_of(part) for part in self.cache.caches]
 
     @property
-    def is_whole(self) -> bool:  # type: ignore[override]
+    def is_whole(self) -> bool:
         return all(kind.is_whole for kind in self.kinds)
 
     @property
-    def holds_rows(self) -> bool:  # type: ignore[override]
+    def holds_rows(self) -> bool:
         return all(kind.holds_rows for kind in self.kinds)
 
     @property

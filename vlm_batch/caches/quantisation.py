@@ -247,7 +247,7 @@ class LateState(LayerState):
     is_whole = True
 
     @property
-    def floor(self) -> int:  # type: ignore[override]
+    def floor(self) -> int:
         return 0 if isinstance(self.state, FullState) else self.how[3]
 
     def reaches(self, length: int) -> bool:

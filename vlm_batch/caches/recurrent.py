@@ -66,7 +66,7 @@ class RecurrentCache(LayerCache, ArraysCache):
         self._states = states
 
     @property
-    def state_bytes(self) -> int:  # type: ignore[override]
+    def state_bytes(self) -> int:
         return self.nbytes
 
     def drafted(self, counts: Sequence[int]) -> DraftedRecurrent:

@@ -14,59 +14,57 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache, cache_nbytes
 
-from vlm_batch.arrays import arrays_of, lengths_array
+from vlm_batch.arrays import arrays_of, joined, lengths_array
 from vlm_batch.caches.layers import LayerCache, kind_of
 
-
-@dataclass(frozen=True)
-class Run:
-    """Keys or values of one row at the places [first, end), and their cache.
-
-    ``state`` is (1, H, L, D), or quantised states, or None for an empty place. At several places lie successive
-    positions of the row; the last sees all of ``state``.
-    """
-
-    first: int
-    end: int
-    state: Any | None
-    cache: Any | None
-
-    @property
-    def count(self) -> int:
-        return self.end - self.first
-
-    def apart(self) -> list[Run]:
-        """Return a run for each place."""
-        if self.count == 1:
-            return [self]
-        whole: Any = self.state
-        seen_by_first = whole.shape[2] - self.count + 1
-        return [
-            Run(place, place + 1, whole[:, :, : seen_by_first + ahead], self.cache)
-            for ahead, place in enumerate(range(self.first, self.end))
-        ]
+#: States of keys and of values at an empty place.
+NOTHING = (None, None)
 
 
 @dataclass(frozen=True)
 class RowStates:
-    """Keys or values of rows of different lengths, in an array's place."""
+    """Keys or values of rows of different lengths, in an array's place.
 
-    runs: tuple[Run, ...]
+    Attributes:
+        rows: each row's, (1, H, L, D) or quantised; None for an empty place.
+        counts: how many places each takes. At several lie successive positions of a row, of which the last sees all.
+    """
+
+    rows: tuple[Any | None, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def live(self) -> Any:
+        """The first row's, or None."""
+        return next((row for row in self.rows if row is not None), None)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, longest L, D)"""
-        shapes = [run.state.shape for run in self.runs if run.state is not None]
+        shapes = [row.shape for row in self.rows if row is not None]
         _, heads, _, width = shapes[0]
         longest = max(shape[2] for shape in shapes)
-        return (self.runs[-1].end, heads, longest, width)
+        return (sum(self.counts), heads, longest, width)
 
-    def apart(self) -> list[Run]:
-        """Return a run for each place."""
-        found: list[Run] = []
-        for run in self.runs:
-            found += run.apart()
-        return found
+    def apart(self) -> RowStates:
+        """Return what each place sees."""
+        found: list[Any] = []
+        for row, count in zip(self.rows, self.counts, strict=True):
+            if count == 1:
+                found.append(row)
+                continue
+            whole: Any = row
+            for end in range(whole.shape[2] - count + 1, whole.shape[2] + 1):
+                found.append(whole[:, :, :end])
+        return RowStates(tuple(found), (1,) * len(found))
+
+
+def _both(
+    pairs: Sequence[tuple[Any, Any]], counts: Sequence[int]
+) -> tuple[RowStates, RowStates]:
+    """Return rows' keys and their values."""
+    keys, values = zip(*pairs, strict=True)
+    return RowStates(keys, tuple(counts)), RowStates(values, tuple(counts))
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,6 @@ class RowMasks:
     """Each place's mask; None attends to the whole cache."""
 
     rows: tuple[mx.array | None, ...]
-
-    @classmethod
-    def of(cls, rows: Sequence[mx.array | None]) -> RowMasks | None:
-        """Return the masks, or None if no place has one."""
-        if all(mask is None for mask in rows):
-            return None
-        return cls(tuple(rows))
 
 
 def attend_rows(
@@ -93,54 +84,51 @@ def attend_rows(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend with queries (B, H, 1, D), one call for each row. Empty places give zeros."""
-    settings: dict[str, Any] = {"scale": scale}
+    settings: dict[str, Any] = {"cache": None, "scale": scale}
     if sinks is not None:
         settings["sinks"] = sinks
-    outputs: list[mx.array] = []  # per run
-    empty: list[int] = []  # indices of runs
-    runs = (keys.runs, values.runs) if mask is None else (keys.apart(), values.apart())
-    for run, other in zip(*runs, strict=True):
-        of_row, own = queries[run.first : run.end], _mask_of(mask, run)
-        if run.state is None:
-            empty.append(len(outputs))
-            outputs.append(of_row)
+    if mask is not None:
+        keys, values = keys.apart(), values.apart()
+    outputs: list[mx.array | None] = []
+    end = 0
+    for own_keys, own_values, count in zip(
+        keys.rows, values.rows, keys.counts, strict=True
+    ):
+        first, end = end, end + count
+        if own_keys is None:
+            outputs.append(None)
             continue
-        if run.count > 1:
+        of_row, own_mask = queries[first:end], _mask_of(mask, first)
+        if count > 1:
             # successive positions are one row's queries
-            of_row, own = of_row.swapaxes(0, 2), _causal(run)
-        found = attention(
-            of_row, run.state, other.state, run.cache, mask=own, **settings
-        )
-        outputs.append(found.swapaxes(0, 2) if run.count > 1 else found)
-    _fill(outputs, empty)
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+            of_row, own_mask = of_row.swapaxes(0, 2), _causal(own_keys, count)
+        found = attention(of_row, own_keys, own_values, mask=own_mask, **settings)
+        outputs.append(found.swapaxes(0, 2) if count > 1 else found)
+    return joined(_filled(outputs, queries))
 
 
-def _fill(outputs: list[mx.array], empty: Sequence[int]) -> None:
+def _filled(outputs: Sequence[mx.array | None], queries: mx.array) -> list[mx.array]:
     """Put zeros for empty places; values may have another width than queries."""
-    if not empty:
-        return
-    live = set(range(len(outputs))).difference(empty)
-    nothing = mx.zeros_like(outputs[min(live, default=0)][:1])
-    for index in empty:
-        outputs[index] = nothing
+    live = [output for output in outputs if output is not None]
+    if len(live) == len(outputs):
+        return live
+    like = live[0] if live else queries
+    nothing = mx.zeros_like(like[:1])
+    return [nothing if output is None else output for output in outputs]
 
 
-def _mask_of(mask: RowMasks | mx.array | None, run: Run) -> mx.array | None:
-    """Return the mask of a run of one place."""
-    if mask is None:
-        return None
+def _mask_of(mask: RowMasks | mx.array | None, place: int) -> mx.array | None:
     if isinstance(mask, RowMasks):
-        return mask.rows[run.first]
-    has_rows = mask.ndim == 4 and mask.shape[0] > 1
-    return mask[run.first : run.end] if has_rows else mask
+        return mask.rows[place]
+    if mask is None or mask.ndim < 4 or mask.shape[0] == 1:
+        return mask
+    return mask[place : place + 1]
 
 
-def _causal(run: Run) -> mx.array:
-    """Return the mask (count, L) of a run's positions, of which the last sees all."""
-    assert run.state is not None
-    length = run.state.shape[2]
-    last = mx.arange(length - run.count, length)
+def _causal(keys: mx.array, count: int) -> mx.array:
+    """Return the mask (count, L) of a row's last positions."""
+    length = keys.shape[2]
+    last = mx.arange(length - count, length)
     return mx.arange(length) <= last[:, None]
 
 
@@ -213,11 +201,11 @@ class RowsCache(LayerCache):
     def _states(
         self, read: Callable[[Any, int], tuple[Any, Any]]
     ) -> tuple[RowStates, RowStates]:
-        runs = _Runs()
-        for place, cache in enumerate(self.places):
-            held = (None, None) if cache is None else read(cache, place)
-            runs.add(place, place + 1, held, cache)
-        return runs.states()
+        pairs = [
+            NOTHING if cache is None else read(cache, place)
+            for place, cache in enumerate(self.places)
+        ]
+        return _both(pairs, (1,) * len(pairs))
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
@@ -225,7 +213,7 @@ class RowsCache(LayerCache):
         """Return the rows' masks for one token; None if no row needs one."""
         if length != 1:
             raise ValueError(f"a batch decodes one token a row, not {length}")
-        return RowMasks.of([_mask_for(cache, window_size) for cache in self.places])
+        return _masks([_mask_for(cache, window_size) for cache in self.places])
 
     @property
     def live(self) -> list[Any]:
@@ -240,7 +228,7 @@ class RowsCache(LayerCache):
         return arrays_of([cache.state for cache in self.live])
 
     @property
-    def most_positions(self) -> int:  # type: ignore[override]
+    def most_positions(self) -> int:
         most = [
             kind_of(cache).most_positions(is_fixed=self.always_masked)
             for cache in self.live
@@ -255,20 +243,11 @@ class RowsCache(LayerCache):
             kind_of(self.places[place]).keep(kept, of)
 
 
-class _Runs:
-    """Runs of keys and of values, place by place."""
-
-    def __init__(self) -> None:
-        self._keys: list[Run] = []
-        self._values: list[Run] = []
-
-    def add(self, first: int, end: int, states: tuple[Any, Any], cache: Any) -> None:
-        keys, values = states
-        self._keys.append(Run(first, end, keys, cache))
-        self._values.append(Run(first, end, values, cache))
-
-    def states(self) -> tuple[RowStates, RowStates]:
-        return RowStates(tuple(self._keys)), RowStates(tuple(self._values))
+def _masks(rows: Sequence[mx.array | None]) -> RowMasks | None:
+    """Return places' masks, or None if no place has one."""
+    if all(mask is None for mask in rows):
+        return None
+    return RowMasks(tuple(rows))
 
 
 def _mask_for(cache: Any | None, window_size: int | None) -> mx.array | None:
@@ -309,35 +288,33 @@ class DraftedRows(RowsCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[RowStates, RowStates]:
-        runs = _Runs()
+        pairs: list[tuple[Any, Any]] = []
+        counts: list[int] = []
         ends = accumulate(self._counts)
         for cache, count, end in zip(
             self._layer.places, self._counts, ends, strict=True
         ):
+            if not count:
+                continue
             first = end - count
-            if cache is None:
-                for place in range(first, end):
-                    runs.add(place, place + 1, (None, None), None)
-            elif count == 1:
-                one = cache.update_and_fetch(keys[first:end], values[first:end])
-                runs.add(first, end, one, cache)
-            elif count:
-                self._append(runs, cache, first, keys[first:end], values[first:end])
-        self._appended = runs.states()
+            own = self._append(cache, keys[first:end], values[first:end])
+            pairs += own
+            counts += [count] if len(own) == 1 else [1] * count
+        self._appended = _both(pairs, counts)
         return self._appended
 
     def _append(
-        self, runs: _Runs, cache: Any, first: int, keys: mx.array, values: mx.array
-    ) -> None:
-        """Append a row's positions (N, H, 1, D) together; each attends to those before it."""
+        self, cache: Any | None, keys: mx.array, values: mx.array
+    ) -> list[tuple[Any, Any]]:
+        """Append a row's positions (N, H, 1, D) together. Return what all see, or what each sees of it."""
         count = len(keys)
+        if cache is None:
+            return [NOTHING] * count
         both = cache.update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
-        if type(cache) is KVCache and not self.always_masked:
-            runs.add(first, first + count, both, cache)
-            return
-        seen = zip(*(_seen(part, cache, count) for part in both), strict=True)
-        for place, states in enumerate(seen, first):
-            runs.add(place, place + 1, states, cache)
+        is_shared = type(cache) is KVCache and not self.always_masked
+        if is_shared or count == 1:
+            return [both]
+        return list(zip(*(_seen(part, cache, count) for part in both), strict=True))
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:
@@ -354,7 +331,7 @@ class DraftedRows(RowsCache):
             for ahead in range(count):
                 with _further(cache, ahead):
                     masks.append(_mask_for(cache, window_size))
-        return RowMasks.of(masks)
+        return _masks(masks)
 
 
 def _seen(states: Any, cache: Any, count: int) -> Iterator[Any]:

@@ -61,7 +61,7 @@ class SlabArrays(LayerCache):
             self.keys, self.values = change(self.keys), change(self.values)
 
     @property
-    def capacity(self) -> int:  # type: ignore[override]
+    def capacity(self) -> int:
         return min([int(array.shape[2]) for array in self.arrays()], default=0)
 
     def _capacity(self, tokens: int) -> int:
@@ -116,8 +116,6 @@ class SlabCache(SlabArrays):
     #: The sliding window; None for full attention.
     span: int | None = None
     has_columns = True
-    can_trace = True
-    has_graphs_kernels = True
     most_positions = NO_LIMIT
 
     def __init__(self, num_places: int) -> None:
@@ -170,6 +168,14 @@ class SlabCache(SlabArrays):
     def resize(self, num_places: int) -> None:
         super().resize(num_places)
         self._lengths = (self._lengths + [0] * num_places)[:num_places]
+
+    @property
+    def can_trace(self) -> bool:
+        return True
+
+    @property
+    def has_graphs_kernels(self) -> bool:
+        return True
 
     @property
     def lengths(self) -> tuple[int, ...]:

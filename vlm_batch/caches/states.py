@@ -22,10 +22,15 @@ State = TypeVar("State", bound=type)
 class LayerState:
     """One layer of one row: a frozen dataclass of arrays, numbers, tuples and states."""
 
-    #: Whether it can be cut to any length.
-    is_whole = False
-    #: The least length that it can be cut to.
-    floor = 0
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be cut to any length."""
+        return False
+
+    @property
+    def floor(self) -> int:
+        """The least length that it can be cut to."""
+        return 0
 
     def reaches(self, length: int) -> bool:
         """Whether it can restore the first ``length`` tokens."""

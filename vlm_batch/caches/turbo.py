@@ -276,7 +276,7 @@ class TurboSlabCache(CodedSlabCache):
     _dtype: mx.Dtype | None = None
 
     @property
-    def can_trace(self) -> bool:  # type: ignore[override]
+    def can_trace(self) -> bool:
         """On a CPU codes are looked up by numpy, which a graph cannot hold."""
         return device() is not Device.CPU and self._dtype is not None
 

@@ -26,7 +26,7 @@ class WholeCache(CacheKind, CacheList):
         return int(self.caches[0].offset)
 
     @property
-    def holds_rows(self) -> bool:  # type: ignore[override]
+    def holds_rows(self) -> bool:
         return all(kind_of(part).holds_rows for part in self.caches)
 
     def row(self, index: int, *, is_own: bool = True) -> WholeCache:

@@ -63,7 +63,7 @@ class WindowKind(UpstreamKind):
         return taken
 
     @property
-    def span(self) -> int:  # type: ignore[override]
+    def span(self) -> int:
         return int(self.cache.max_size)
 
     def most_positions(self, *, is_fixed: bool) -> int:
@@ -72,7 +72,7 @@ class WindowKind(UpstreamKind):
         return super().most_positions(is_fixed=False)
 
     @property
-    def can_trim(self) -> bool:  # type: ignore[override]
+    def can_trim(self) -> bool:
         return self.cache.keep == 0
 
     def trim(self, count: int) -> None:

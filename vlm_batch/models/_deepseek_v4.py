@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.deepseek_v4 import language as upstream
 
-from vlm_batch.adapters import rotary
 from vlm_batch.adapters.attention import attention, each_row
 from vlm_batch.adapters.hooks import current
-from vlm_batch.adapters.rotary import Frequencies, rotate_step, shares_angles
+from vlm_batch.adapters.rotary import rotate_step, shared, shares_angles
 from vlm_batch.caches.pooled import PoolCache
 from vlm_batch.caches.rows import DraftedRows, RowsCache
 from vlm_batch.caches.whole import WholeCache
@@ -22,10 +21,10 @@ class RoPE(upstream.DeepseekV4RoPE):
     def __call__(self, x: mx.array, offset: Any = 0, inverse: bool = False) -> mx.array:
         if self.freq_scale != 1 or not shares_angles(x, offset):
             return super().__call__(x, offset, inverse)
-        known: dict[Any, Frequencies] = self.__dict__.setdefault("_known", {})
+        known: dict[Any, mx.array] = self.__dict__.setdefault("_known", {})
         key = x.shape[-1], inverse
         if key not in known:
-            known[key] = rotary.inverse(self._get_freqs(*key))
+            known[key] = shared(mx.reciprocal(self._get_freqs(*key)))
         return rotate_step(x, known[key], offset, is_traditional=True)
 
 

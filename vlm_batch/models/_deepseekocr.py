@@ -39,8 +39,8 @@ class RelativeAttention(Attention):
 
 def relative(table: mx.array, side: int) -> mx.array:
     """Return relative positions (side, side, D)."""
-    places = mx.arange(side)
-    return resize_linear(table, 2 * side - 1)[places[:, None] - places + side - 1]
+    positions = mx.arange(side)
+    return resize_linear(table, 2 * side - 1)[positions[:, None] - positions + side - 1]
 
 
 class ResizedEmbeddings(VisionEmbeddings):

@@ -25,11 +25,11 @@ class BoundedPositions(PatchEmbed):
             old = pos_embed.shape[axis]
             if old == new:
                 continue
-            places = mx.clip(
+            points = mx.clip(
                 (mx.arange(new) + 0.5) * (old / (new + 0.1)) - 0.5, 0, old - 1
             )
-            before = mx.floor(places).astype(mx.int32)
-            share = (places - before).reshape((-1, 1) if axis == 2 else (-1, 1, 1))
+            before = mx.floor(points).astype(mx.int32)
+            share = (points - before).reshape((-1, 1) if axis == 2 else (-1, 1, 1))
             after = mx.take(pos_embed, mx.minimum(before + 1, old - 1), axis=axis)
             pos_embed = (
                 mx.take(pos_embed, before, axis=axis) * (1 - share) + after * share

@@ -70,9 +70,7 @@ class RowAttention(InklingAttention):
         """Return additive masks (B, H, 1, L) of biases (B, H, E) by distance."""
         if not isinstance(keys, RowStates):
             return self.mask(bias, positions, keys.shape[2])
-        rows = [
-            None if run.state is None else run.state.shape[2] for run in keys.apart()
-        ]
+        rows = [None if row is None else row.shape[2] for row in keys.apart().rows]
         return RowMasks(
             tuple(
                 None

@@ -77,7 +77,7 @@ class BlocksSlab(SlabCache):
             )
         self.index[place : place + 1, :, : cache.offset] = new[:, :, : cache.offset]
 
-    def extract(self, place: int) -> MiniMaxM3KVCache:  # type: ignore[override]
+    def extract(self, place: int) -> MiniMaxM3KVCache:
         return _cache(
             super().extract(place),
             self._row(self.index, place, 0, self._lengths[place]),
@@ -108,7 +108,7 @@ class BlocksSlab(SlabCache):
         *slabs, self.index = slabs
         super().trace(slabs, made)
 
-    def give(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def give(self) -> tuple[Any, ...]:
         index, self.index = self.index, None
         return *super().give(), index
 

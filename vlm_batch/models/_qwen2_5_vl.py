@@ -60,7 +60,7 @@ def layout_of(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> Lay
 def _new_layout(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> Layout:
     merge, unit = tower.merge, tower.merge**2
     orders: list[np.ndarray] = []
-    places: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
     sizes: list[np.ndarray] = []  # size of each position's window
     wholes: list[Run] = []
     start = 0
@@ -70,7 +70,7 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> L
             orders.append(order + start)
             sizes.extend(np.full(count * size, size) for count, size in runs)
             wholes.append((1, high * wide))
-            places.append(
+            positions.append(
                 patch_positions(high, wide, merge).reshape(-1, unit, 2)[order]
             )
             start += len(order)
@@ -87,7 +87,7 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> L
     return Layout(
         mx.array(order),
         mx.array(np.argsort(order)),
-        _rotation(np.concatenate(places)[by_size].reshape(-1, 2), tower),
+        _rotation(np.concatenate(positions)[by_size].reshape(-1, 2), tower),
         in_windows,
         tower.window**2 * unit,
         merge_runs(wholes),
@@ -98,18 +98,18 @@ def _new_layout(grids: tuple[tuple[int, int, int], ...], tower: TowerSizes) -> L
 _kept_layout = lru_cache(maxsize=8)(_new_layout)
 
 
-def _rotation(places: np.ndarray, tower: TowerSizes) -> RotationFactors:
+def _rotation(positions: np.ndarray, tower: TowerSizes) -> RotationFactors:
     """Return the rotation of patches at (row, column), (N, 2)."""
     speeds = 1.0 / (
         tower.theta ** (np.arange(0, tower.width, 2, dtype=np.float32) / tower.width)
     )
     angles = (
-        (np.arange(places.max() + 1)[:, None] * speeds.astype(np.float32))
+        (np.arange(positions.max() + 1)[:, None] * speeds.astype(np.float32))
         .astype(np.float32)
         .astype(np.float64)
     )
     cos, sin = (
-        turned.astype(np.float32)[places].reshape(len(places), 1, -1)
+        turned.astype(np.float32)[positions].reshape(len(positions), 1, -1)
         for turned in (np.cos(angles), np.sin(angles))
     )
     return mx.array(np.stack([cos, sin], axis=2)), mx.array(
@@ -170,8 +170,8 @@ class WindowRuns(VisionModel):
         return module.proj(attended[back])
 
 
-def _patches_of(places: np.ndarray, unit: int) -> mx.array:
-    return mx.array((places[:, None] * unit + np.arange(unit)).reshape(-1))
+def _patches_of(positions: np.ndarray, unit: int) -> mx.array:
+    return mx.array((positions[:, None] * unit + np.arange(unit)).reshape(-1))
 
 
 PATCHES: dict[type, type] = {

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
-from vlm_batch.adapters.placeholders import MaskedPlaces
+from vlm_batch.adapters.placeholders import MaskedPositions
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -36,11 +36,11 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class DeepseekVL2(MaskedPlaces):
+class DeepseekVL2(MaskedPositions):
     """Tiles are one (1, N, 3, H, W) array, zeros for a text."""
 
     tower_class = RememberingBatchTower
-    input_keys = MaskedPlaces.input_keys | {"images_seq_mask", "images_spatial_crop"}
+    input_keys = MaskedPositions.input_keys | {"images_seq_mask", "images_spatial_crop"}
     ignored = frozenset({"labels", "sft_format", "seq_lens"})
     patches = patches_in("vlm_batch.models._deepseek_vl_v2")
 

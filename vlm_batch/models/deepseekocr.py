@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vlm_batch.adapters.modules import RememberingBatchTower, patches_in
-from vlm_batch.adapters.placeholders import MaskedPlaces
+from vlm_batch.adapters.placeholders import MaskedPositions
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.registry import ModelSpec, register
 
@@ -26,7 +26,7 @@ _CLIP = (
 )
 
 
-class SamOCR(MaskedPlaces):
+class SamOCR(MaskedPositions):
     """``pixel_values`` lists crops (N, 3, H, W) and whole pictures (M, 3, H, W)."""
 
     tower_class = RememberingBatchTower

@@ -74,7 +74,7 @@ class FalconPerception(FalconOCR):
             if found is None
             else found
         )
-        if (given := int(self.picture_places(ids, extra).sum())) != len(found):
+        if (given := int(self.picture_positions(ids, extra).sum())) != len(found):
             raise InvalidPrompt(
                 f"the picture needs {len(found)} placeholder tokens; the prompt has {given}"
             )

@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.adapters.placeholders import OnePlaceholder
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 #: Pixels per side of one feature of FastViTHD.
@@ -25,7 +25,8 @@ FASTVIT_STRIDE = 64
         ),
     )
 )
-class FastVLM(GraphedSteps, OnePlaceholder):
+class FastVLM(OnePlaceholder):
+    graphs = Graphs.IF_ASKED
     tower_class = unshared(
         RememberingTower,
         "no tiny model has its tower: nothing shows that pictures of a batch are those alone",

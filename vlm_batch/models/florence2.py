@@ -56,7 +56,7 @@ class Florence2(CrossingAdapter):
     def image_token_ids(self) -> frozenset[int]:
         return frozenset()
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         """Return where the marks are, for each of which the encoder reads a feature."""
         return np.array(ids)[0] == self.config.image_token_id
 
@@ -86,8 +86,9 @@ class Florence2(CrossingAdapter):
         """Decode tokens (B, 1) at positions (B,): logits (B, V); mlx-vlm has one position (florence2/language.py:318)."""
         model = self.language.model
         decoder, half = model.decoder, len(caches) // 2
-        places = decoder.embed_positions(positions + decoder.offset)[:, None]
-        hidden = decoder.layernorm_embedding(model.shared(tokens) + places)  # (B, 1, D)
+        learned = decoder.embed_positions(positions + decoder.offset)[:, None]
+        # (B, 1, D)
+        hidden = decoder.layernorm_embedding(model.shared(tokens) + learned)
         for layer, own, cross in zip(
             decoder.layers, caches[:half], caches[half:], strict=True
         ):

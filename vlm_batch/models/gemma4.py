@@ -78,13 +78,13 @@ class Gemma4(SoundAdapter):
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         extra = dict(extra)
-        picture_places, frame_places = (
+        picture_positions, frame_positions = (
             extra.pop(f"{kind}_position_ids", None) for kind in ("image", "video")
         )
         if "pixel_values" in extra:
             found = extra.get("cached_image_features")
             found = (
-                self.model.encode_image(extra["pixel_values"], picture_places)
+                self.model.encode_image(extra["pixel_values"], picture_positions)
                 if found is None
                 else found
             )
@@ -92,7 +92,7 @@ class Gemma4(SoundAdapter):
             extra["cached_image_features"] = found
         if "pixel_values_videos" in extra:
             videos = extra["pixel_values_videos"]
-            found = self.encode_frames(videos, frame_places)
+            found = self.encode_frames(videos, frame_positions)
             self.check_room(ids, self.config.video_token_id, found, "videos")
             extra["cached_video_features"] = found
         return super().features(ids, extra)
@@ -103,9 +103,9 @@ class Gemma4(SoundAdapter):
         return rows_within(self.model.embed_audio(states), ~np.array(is_behind))
 
     def encode_frames(
-        self, videos: mx.array | list[mx.array], places: mx.array | list[mx.array]
+        self, videos: mx.array | list[mx.array], positions: mx.array | list[mx.array]
     ) -> mx.array:
-        """Patches (..., frames, N, 3 * patch * patch) and places -> (..., tokens, D)."""
+        """Patches (..., frames, N, 3 * patch * patch) and positions -> (..., tokens, D)."""
         patches, where = (
             mx.concatenate(
                 [
@@ -113,7 +113,7 @@ class Gemma4(SoundAdapter):
                     for part in ([parts] if isinstance(parts, mx.array) else parts)
                 ]
             )
-            for parts in (videos, places)
+            for parts in (videos, positions)
         )
         return self.model.encode_image(patches, where)
 

@@ -8,16 +8,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from vlm_batch.adapters.base import GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placing import Merge
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
 @register(ModelSpec(family="got", model_types=("got",), multi_image=False))
-class GOT(GraphedSteps):
+class GOT(Adapter):
     """One picture a request (got/got.py:71)."""
+
+    graphs = Graphs.IF_ASKED
 
     merge = Merge("merge_input_ids_with_image_features")
     tower_class = RememberingBatchTower

@@ -18,4 +18,4 @@ from vlm_batch.registry import ModelSpec, register
     )
 )
 class GraniteVision(LlavaNext):
-    graphs = Graphs.IF_ASKED  # type: ignore[assignment]
+    graphs = Graphs.IF_ASKED

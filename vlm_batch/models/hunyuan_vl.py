@@ -11,7 +11,7 @@ import numpy as np
 
 from vlm_batch.adapters.base import Adapter, trunk_logits
 from vlm_batch.adapters.modules import RememberingTower, patches_in, unshared
-from vlm_batch.errors import InvalidPrompt
+from vlm_batch.adapters.prompts import put_features
 from vlm_batch.inputs.processors import without_special_tokens
 from vlm_batch.records import DecodeStep, PositionState
 from vlm_batch.registry import ModelSpec, register
@@ -43,31 +43,27 @@ class HunyuanVL(Adapter):
     def processor(cls, processor: Any) -> Any:
         return without_special_tokens(super().processor(processor))
 
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        return sum(len(columns) + 2 for columns, _ in self._pictures(extra))
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         embeds = self.language.model.embed_tokens(ids)
         if "pixel_values" not in extra:
             return {"inputs_embeds": embeds}
-        needed = sum(len(positions[0]) + 2 for positions in self._pictures(extra))
-        if (given := int(self.picture_places(ids, extra).sum())) != needed:
-            raise InvalidPrompt(
-                f"the pictures need {needed} placeholder tokens; the prompt has {given}"
-            )
         found = extra.get("cached_image_features")
         found = self._encode(extra) if found is None else found  # (1, tokens, D)
-        is_picture = ids[0] == self.config.image_token_id
-        embeds[:, mx.array(np.flatnonzero(np.array(is_picture)))] = found.astype(
-            embeds.dtype
-        )
-        return {"inputs_embeds": embeds}
+        rows = found.reshape(-1, found.shape[-1])
+        filled = put_features(embeds, ids, self.image_token_ids, rows)
+        return {"inputs_embeds": filled}
 
     def positions(
         self, ids: mx.array, extra: Mapping[str, Any], features: Mapping[str, Any]
     ) -> PositionState:
         """Return (4, 1, L), all token counts but inside pictures."""
         positions = np.tile(np.arange(ids.shape[1]), (4, 1))
-        places = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
+        marks = np.flatnonzero(np.array(ids[0] == self.config.image_token_id))
         for number, (columns, rows) in enumerate(self._pictures(extra)):
-            inside, places = places[1 : 1 + len(rows)], places[2 + len(rows) :]
+            inside, marks = marks[1 : 1 + len(rows)], marks[2 + len(rows) :]
             positions[1:, inside] = np.stack(
                 [columns, rows, np.full_like(rows, number)]
             )

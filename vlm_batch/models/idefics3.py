@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -30,7 +31,8 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class Idefics3(GraphedSteps):
+class Idefics3(Adapter):
+    graphs = Graphs.IF_ASKED
     embeddings = "embed_tokens"
     last_hidden = "norm"
     tower_class = RememberingBatchTower

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -27,7 +28,8 @@ class ExactGELU(nn.GELU):
         ),
     )
 )
-class InternVL(GraphedSteps):
+class InternVL(Adapter):
+    graphs = Graphs.IF_ASKED
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
     ignored = frozenset({"image_token_index", "num_patches_list"})

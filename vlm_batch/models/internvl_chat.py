@@ -26,7 +26,7 @@ class InternVLChat(InternVL):
     input_keys = Adapter.input_keys | {"image_token_index"}
     ignored = frozenset({"num_patches_list"})
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
         return np.array(ids)[0] == int(
             extra.get("image_token_index", self.config.image_token_index)
         )

@@ -28,9 +28,10 @@ class RowRoPE:
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """(B, H, L, D) -> (B, H, L, D); offset is an int, or (B,)."""
-        places = mx.array(offset).reshape(-1, 1) + mx.arange(x.shape[2])  # (B or 1, L)
+        # (B or 1, L)
+        positions = mx.array(offset).reshape(-1, 1) + mx.arange(x.shape[2])
         # (B or 1, 1, L, D / 2)
-        angles = (places.astype(mx.float32)[..., None] * self._inv_freq)[:, None]
+        angles = (positions.astype(mx.float32)[..., None] * self._inv_freq)[:, None]
         cos, sin = mx.cos(angles), mx.sin(angles)
         first, second = mx.split(x, 2, axis=-1)
         turned = [first * cos - second * sin, second * cos + first * sin]

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.towers import use_tanh_gelu
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -25,7 +26,8 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class Llava(GraphedSteps):
+class Llava(Adapter):
+    graphs = Graphs.IF_ASKED
     merge: ClassVar[Merge | None] = Merge(
         "_merge_input_ids_with_image_features", keeps_type=True
     )

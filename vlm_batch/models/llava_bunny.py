@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingTower, unshared
 from vlm_batch.adapters.placeholders import OnePlaceholder
 from vlm_batch.adapters.towers import use_tanh_gelu
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -25,8 +25,10 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class LlavaBunny(GraphedSteps, OnePlaceholder):
+class LlavaBunny(OnePlaceholder):
     """Skips the tower's last norm."""
+
+    graphs = Graphs.IF_ASKED
 
     last_hidden = "model.norm"
     tower_class = unshared(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from vlm_batch.adapters.base import Adapter, GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingBatchTower
 from vlm_batch.adapters.placing import Merge
 from vlm_batch.inputs.videos import Sampling
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -20,7 +21,8 @@ from vlm_batch.registry import ModelSpec, register
         ),
     )
 )
-class LlavaOnevision(GraphedSteps):
+class LlavaOnevision(Adapter):
+    graphs = Graphs.IF_ASKED
     merge = Merge("_scatter_features", keeps_type=True)
     tower_class = RememberingBatchTower
     input_keys = Adapter.input_keys | {"image_sizes", "pixel_values_videos"}

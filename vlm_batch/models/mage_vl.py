@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import GridAdapter
 from vlm_batch.adapters.modules import RememberingGridTower, unshared
 from vlm_batch.adapters.towers import PICTURES_MASKED_APART
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -16,6 +16,7 @@ from vlm_batch.registry import ModelSpec, register
         no_video="not verified: transformers has no such model to compare with",
     )
 )
-class MageVL(GraphedSteps, GridAdapter):
+class MageVL(GridAdapter):
+    graphs = Graphs.IF_ASKED
     tower_class = unshared(RememberingGridTower, PICTURES_MASKED_APART)
     input_keys = frozenset({"pixel_values", "image_grid_thw"})

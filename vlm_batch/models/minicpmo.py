@@ -80,19 +80,19 @@ class MiniCPMO(SoundAdapter, SlicedAdapter):
                 )
         if "audio_features" in extra:
             needed = sum(map(self._count_features, lengths_of(extra)))
-            given = len(self.sound_places(ids, extra))
+            given = len(self.sound_positions(ids, extra))
             if needed != given:
                 raise InvalidPrompt(
                     f"the recordings need {needed} placeholder tokens; the prompt has {given}"
                 )
 
-    def places(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
+    def feature_positions(self, extra: Mapping[str, Any]) -> list[np.ndarray]:
         return [
-            *super().places(extra),
+            *super().feature_positions(extra),
             *(np.arange(first, end) for first, end in sound_bounds(extra)),
         ]
 
-    def sound_places(self, ids: Any, sound: Mapping[str, Any]) -> np.ndarray:
+    def sound_positions(self, ids: Any, sound: Mapping[str, Any]) -> np.ndarray:
         return np.concatenate(
             [
                 np.zeros(0, int),

@@ -40,5 +40,5 @@ class MiniCPMV47(MiniCPMV46):
     def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
         return None
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
-        return Adapter.picture_places(self, ids, extra)
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        return Adapter.picture_positions(self, ids, extra)

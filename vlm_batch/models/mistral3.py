@@ -12,7 +12,6 @@ import numpy as np
 
 from vlm_batch.adapters.modules import patching, under
 from vlm_batch.models.pixtral import Pixtral
-from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 #: transformers, modeling_mistral4.py, Mistral4RMSNorm.
@@ -151,12 +150,3 @@ class Mistral3(Pixtral):
                 ):
                     if norm is not None:
                         norm.eps = LATENT_EPS
-
-    @property
-    def graphs(self) -> Graphs:  # type: ignore[override]
-        """Only graphs fuse other decoders' factors."""
-        return (
-            super().graphs
-            if self.config.text_config.model_type == "mistral"
-            else Graphs.IF_ASKED
-        )

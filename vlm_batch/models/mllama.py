@@ -74,7 +74,7 @@ class Mllama(Adapter):
         return found if seen is None else {**found, **_sight(seen)}
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        places = np.flatnonzero(
+        positions = np.flatnonzero(
             np.isin(np.array(ids)[0], list(self.image_token_ids))
         ).tolist()
         per_picture = {
@@ -83,21 +83,21 @@ class Mllama(Adapter):
             if name != "cross_attention_mask"
         }
         if not all(
-            value.ndim > 1 and value.shape[1] == len(places)
+            value.ndim > 1 and value.shape[1] == len(positions)
             for value in per_picture.values()
         ):
             return super().pictures(ids, extra)
         parts = [
             {name: value[:, index] for name, value in per_picture.items()}
-            for index in range(len(places))
+            for index in range(len(positions))
         ]
-        masks: Any = [None] * len(places)
+        masks: Any = [None] * len(positions)
         if "cross_attention_mask" in extra:
             # (images, L, tiles)
             masks = np.array(extra["cross_attention_mask"])[0].swapaxes(0, 1) > 0
         return tuple(
-            Picture(place, place + 1, part, seen)
-            for place, part, seen in zip(places, parts, masks, strict=True)
+            Picture(at, at + 1, part, seen)
+            for at, part, seen in zip(positions, parts, masks, strict=True)
         )
 
     def row_caches(self) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.media import has_pictures
 from vlm_batch.adapters.modules import RememberingBatchTower, patching, two_tables
-from vlm_batch.adapters.prompts import check_places
+from vlm_batch.adapters.prompts import check_positions
 from vlm_batch.errors import InvalidPrompt
 from vlm_batch.records import Picture
 from vlm_batch.registry import ModelSpec, register
@@ -34,23 +34,23 @@ class Molmo(Adapter):
             )
         return super().features(ids, extra)
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
-        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
-        return np.isin(np.arange(ids.shape[1]), places)
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        positions = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        return np.isin(np.arange(ids.shape[1]), positions)
 
     def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
-        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
-        if has_pictures(extra) != (places >= 0).any():
+        positions = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        if has_pictures(extra) != (positions >= 0).any():
             raise InvalidPrompt(
                 "pixel_values and image_input_idx belong together: one of them holds no picture"
             )
-        check_places(ids, [places[places >= 0]])
+        check_positions(ids, [positions[positions >= 0]])
 
     def pictures(self, ids: mx.array, extra: Mapping[str, Any]) -> tuple[Picture, ...]:
-        places = np.array(extra.get("image_input_idx", -1)).reshape(-1)
-        places = places[places >= 0]
+        positions = np.array(extra.get("image_input_idx", -1)).reshape(-1)
+        positions = positions[positions >= 0]
         return (
-            (Picture(int(places.min()), int(places.max()) + 1, extra),)
-            if len(places)
+            (Picture(int(positions.min()), int(positions.max()) + 1, extra),)
+            if len(positions)
             else ()
         )

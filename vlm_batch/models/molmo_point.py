@@ -77,7 +77,7 @@ class Pictures:
     parts: mx.array  # (P, S, D_vit)
     part_keys: mx.array  # (P, S, E)
     is_part: mx.array  # (P, S) bool
-    at: mx.array  # (P,) each patch's place in the prompt
+    at: mx.array  # (P,) each patch's position in the prompt
     positions: mx.array  # (P,) for RoPE, counting patches that can be chosen
     can_choose: mx.array  # (P,) bool
     end: int  # of the pictures' span in the prompt
@@ -327,7 +327,7 @@ class MolmoPoint(Adapter):
             raise InvalidPrompt(
                 "a token of the picture pools no patch: image_token_pooling has a row below zero"
             )
-        if (given := int(self.picture_places(ids, extra).sum())) != len(has_patch):
+        if (given := int(self.picture_positions(ids, extra).sum())) != len(has_patch):
             raise InvalidPrompt(
                 f"the pictures need {len(has_patch)} placeholder tokens; the prompt has {given}"
             )

@@ -123,10 +123,10 @@ class Moondream2(Adapter):
         count = self.num_features(extra)
         return (Picture(1, 1 + count, extra),) if count else ()
 
-    def picture_places(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
-        places = np.zeros(ids.shape[1], dtype=np.bool_)
-        places[1 : 1 + self.num_features(extra)] = True
-        return places
+    def picture_positions(self, ids: mx.array, extra: Mapping[str, Any]) -> np.ndarray:
+        is_picture = np.zeros(ids.shape[1], dtype=np.bool_)
+        is_picture[1 : 1 + self.num_features(extra)] = True
+        return is_picture
 
     def num_features(self, extra: Mapping[str, Any]) -> int:
         """Count a crop's patches (moondream3/vision.py:114)."""

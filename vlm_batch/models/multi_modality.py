@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.modules import RememberingBatchTower, patching, under
 from vlm_batch.adapters.placeholders import PlacingAdapter
 from vlm_batch.adapters.prompts import repeat_placeholders
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -32,8 +32,10 @@ class ExactGELU:
         ),
     )
 )
-class MultiModality(GraphedSteps, PlacingAdapter):
+class MultiModality(PlacingAdapter):
     """A picture may come with one placeholder, or all."""
+
+    graphs = Graphs.IF_ASKED
 
     tower_class = RememberingBatchTower
     input_keys = frozenset({"pixel_values"})
@@ -57,7 +59,7 @@ class MultiModality(GraphedSteps, PlacingAdapter):
 
     def expand_ids(self, ids: mx.array, extra: Mapping[str, Any]) -> mx.array:
         pictures = len(extra["pixel_values"]) if "pixel_values" in extra else 0
-        if not pictures or self.picture_places(ids, extra).sum() != pictures:
+        if not pictures or self.picture_positions(ids, extra).sum() != pictures:
             return ids
         return repeat_placeholders(
             ids,

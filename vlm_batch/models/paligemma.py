@@ -51,7 +51,7 @@ class PaliGemma(PlacingAdapter):
     patches = patches_in("vlm_batch.models._paligemma")
 
     @property
-    def is_causal(self) -> bool:  # type: ignore[override]
+    def is_causal(self) -> bool:
         return not self.config.text_config.use_bidirectional_attention
 
     def encode_pictures(

@@ -109,19 +109,17 @@ class Phi4MM(Adapter):
         }
         rest = {name: value for name, value in extra.items() if name not in sound}
         tokens = np.array(ids)[0]
-        places = np.flatnonzero(
+        positions = np.flatnonzero(
             np.isin(tokens, list(self.image_token_ids - self._audio_token_ids))
         )
         firsts = np.cumsum([0, *self._num_patches(rest)])[:-1]
         kept = np.delete(
             np.where(np.isin(tokens, list(self._audio_token_ids)), 0, tokens),
-            np.delete(places, firsts),
+            np.delete(positions, firsts),
         )
         made = super().features(mx.array(kept[None]), rest)
         if sound:
-            rows = self.encode_sound(
-                sound, "vision" if has_pictures(rest) else "speech"
-            )
+            rows = self.encode_sound(sound, _kind_of(extra))
             embeds = made["inputs_embeds"]
             made["inputs_embeds"] = put_features(
                 embeds, ids, self._audio_token_ids, rows, "recordings"
@@ -154,11 +152,13 @@ class Phi4MM(Adapter):
     def recordings(
         self, ids: mx.array, sound: Mapping[str, Any]
     ) -> tuple[Picture, ...]:
-        places = np.flatnonzero(np.isin(np.array(ids)[0], list(self._audio_token_ids)))
+        positions = np.flatnonzero(
+            np.isin(np.array(ids)[0], list(self._audio_token_ids))
+        )
         found = []
         done = 0
         for at, frames in enumerate(frames_of(sound)):
-            own = places[done : done + self._count_features(frames)]
+            own = positions[done : done + self._count_features(frames)]
             found.append(
                 Picture(
                     int(own[0]),
@@ -170,9 +170,9 @@ class Phi4MM(Adapter):
         return tuple(found)
 
     def _marked(self, key: PromptKey, extra: Mapping[str, Any]) -> PromptKey:
-        """Mix the adapter into the prompt's key, for it changes keys and values."""
-        key, own = super()._marked(key, extra), self._own(extra)
-        return key.mixed(as_words(digest(own["adapter"]))) if own else key
+        """Mix the media's kind into the prompt's key: it names the adapter, and how recordings are projected."""
+        key, kind = super()._marked(key, extra), _kind_of(extra)
+        return key.mixed(as_words(digest(kind))) if kind else key
 
     def run_chunk(
         self, rows: Sequence[Encoded], cache: list[Any], start: int, end: int
@@ -187,8 +187,8 @@ class Phi4MM(Adapter):
             return super().run_step(step)
 
     def _own(self, extra: Mapping[str, Any]) -> dict[str, str]:
-        name = "vision" if has_pictures(extra) else "speech" if has_sound(extra) else ""
-        return {"adapter": name} if name in self._scales else {}
+        kind = _kind_of(extra)
+        return {"adapter": kind} if kind in self._scales else {}
 
     def _count_features(self, frames: int) -> int:
         return -(-frames // self.model.audio_encoder.config.time_reduction)
@@ -200,6 +200,13 @@ class Phi4MM(Adapter):
             .astype(int)
             .tolist()
         ]
+
+
+def _kind_of(extra: Mapping[str, Any]) -> str:
+    """Return the adapter and the recordings' projection of a request: "vision", "speech", or "" of text."""
+    if has_pictures(extra):
+        return "vision"
+    return "speech" if has_sound(extra) else ""
 
 
 def weights_of_rows(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.base import Adapter, GraphedSteps
+from vlm_batch.adapters.base import Adapter
 from vlm_batch.adapters.modules import RememberingSizedTower, patching, under
 from vlm_batch.adapters.placing import Merge
 from vlm_batch.adapters.windows import (
@@ -20,6 +20,7 @@ from vlm_batch.adapters.windows import (
     turn_by,
 )
 from vlm_batch.errors import InvalidPrompt
+from vlm_batch.records import Graphs
 from vlm_batch.registry import ModelSpec, register
 
 
@@ -106,11 +107,11 @@ class SizedVision:
             ]
         )
         longest = self.config.image_size // side
-        places = [
+        positions = [
             np.add.outer(np.arange(high) * longest, np.arange(wide)).ravel()
             for high, wide in sizes
         ]
-        # (places, D), the same half twice
+        # (N, D), the same half twice
         table = self.patch_positional_embedding.inv_freq
         for high, wide in sizes:
             # mlx-vlm reads what lies behind the table
@@ -118,7 +119,9 @@ class SizedVision:
                 raise InvalidPrompt(
                     f"a picture of {high} x {wide} patches is larger than {longest} x {longest}"
                 )
-        turn = turn_by(table[mx.array(np.concatenate(places)), : table.shape[1] // 2])
+        turn = turn_by(
+            table[mx.array(np.concatenate(positions)), : table.shape[1] // 2]
+        )
         runs = tuple(
             (len(list(same)), length)
             for length, same in groupby(high * wide for high, wide in sizes)
@@ -138,7 +141,8 @@ def _patches(picture: mx.array, high: int, wide: int, side: int) -> mx.array:
 
 
 @register(ModelSpec(family="pixtral", model_types=("pixtral",)))
-class Pixtral(GraphedSteps):
+class Pixtral(Adapter):
+    graphs = Graphs.IF_ASKED
     merge = Merge("merge_input_ids_with_image_features")
     tower_class = RememberingSizedTower
     #: The tower's classes, for ``patching``.
@@ -149,18 +153,15 @@ class Pixtral(GraphedSteps):
     patches = patching(*sized)
     input_keys = Adapter.input_keys | {"image_sizes"}
 
-    def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Check placeholders: mlx-vlm drops pictures without any."""
+    def count_placeholders(self, extra: Mapping[str, Any]) -> int | None:
+        """Count merged patches; mlx-vlm drops pictures without placeholders."""
+        if "image_sizes" not in extra:
+            return None
         unit = self.config.vision_config.patch_size * getattr(
             self.config, "spatial_merge_size", 1
         )
-        sizes = extra["image_sizes"].tolist() if "pixel_values" in extra else []
-        needed = sum((high // unit) * (wide // unit) for high, wide in sizes)
-        if (given := int(self.picture_places(ids, extra).sum())) != needed:
-            raise InvalidPrompt(
-                f"{len(sizes)} pictures need {needed} placeholder tokens; the prompt has {given}"
-            )
-        return super().features(ids, extra)
+        sizes = np.array(extra["image_sizes"]).tolist()
+        return sum((high // unit) * (wide // unit) for high, wide in sizes)
 
     def model_image_sizes(
         self, extra: Mapping[str, Any]

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
+from vlm_batch.adapters import operations
 from vlm_batch.adapters.attention import seal_masks
-from vlm_batch.adapters.base import GraphedSteps
 from vlm_batch.adapters.grids import MRoPEAdapter
 from vlm_batch.adapters.modules import patching
 from vlm_batch.adapters.pictures import with_part
 from vlm_batch.adapters.placing import fill
 from vlm_batch.adapters.towers import embed_by_product
 from vlm_batch.adapters.windows import attend_pictures
-from vlm_batch.records import PositionState
+from vlm_batch.records import Graphs, PositionState
 from vlm_batch.registry import ModelSpec, register
 
 _BOTH = "a prompt with pictures and videos keeps both; mlx-vlm drops the videos (qwen2_vl.py:27, qwen2_5_vl.py:27)"
@@ -42,13 +43,25 @@ _FRAMES = (
         notes=(_BOTH, _FRAMES),
     )
 )
-class Qwen2VL(GraphedSteps, MRoPEAdapter):
-    are_compared = True
+class Qwen2VL(MRoPEAdapter):
     patches = patching(
         ("qwen2_vl.language.Attention", seal_masks),
         ("qwen2_vl.vision.Attention", attend_pictures),
         ("qwen2_vl.vision.PatchEmbed", embed_by_product),
     )
+
+    @property
+    def graphs(self) -> Graphs:
+        """Compile by default where launches cost, unless a quantised layer has a bias.
+
+        A graph fuses that bias with the broadcast before it.
+        """
+        if not operations.counts_launches():
+            return Graphs.IF_ASKED
+        for module in self.language.modules():
+            if isinstance(module, nn.QuantizedLinear) and "bias" in module:
+                return Graphs.IF_ASKED
+        return Graphs.BY_DEFAULT
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return embeddings (1, L, D) with pictures' features.

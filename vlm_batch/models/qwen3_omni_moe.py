@@ -140,44 +140,29 @@ class Qwen3OmniMoe(SoundAdapter, MRoPEAdapter):
             "video_second_per_grid", np.ones(len(extra["video_grid_thw"]))
         )
         steps = [spacing_of(float(seconds), rate) for seconds in np.array(given)]
-        tokens = np.array(ids)[0]
-        side = int(self.config.vision_config.spatial_merge_size)
+        return self.grid_positions(ids, extra, steps)
+
+    def inside(
+        self, tokens: np.ndarray, first: int, grid: Sequence[int], step: float
+    ) -> tuple[np.ndarray, int]:
+        frames, span = super().inside(tokens, first, grid, step)
         video, sounds = self.marker("video"), list(self._audio_token_ids)
-        blocks = [(*one, 1) for one in self.placed(ids, extra, "image")]
-        blocks += [
-            (*one, step)
-            for one, step in zip(self.placed(ids, extra, "video"), steps, strict=True)
-        ]
-        found = np.empty((3, len(tokens)), dtype=np.int32)
-        place = following = 0
-        for first, (t, h, w), step in sorted(blocks):
-            found[:, place:first] = np.arange(following, following + first - place)
-            following += first - place
-            inside = np.indices((t, h // side, w // side)).reshape(3, -1) * np.array(
-                [[step], [1], [1]]
+        is_block = np.isin(tokens[first:], [video, *sounds])
+        run = tokens[first : first + int(np.argmin(np.append(is_block, False)))]
+        if tokens[first] != video or not np.isin(run, sounds).any():
+            return frames, span
+        is_frame = run == video
+        if is_frame.sum() != frames.shape[1]:
+            raise InvalidPrompt(
+                "a video's sound stands between the placeholders of another video"
             )
-            is_frame = np.ones(inside.shape[1], bool)
-            if tokens[first] == video:
-                is_block = np.isin(tokens[first:], [video, *sounds])
-                run = tokens[first : first + int(np.argmin(np.append(is_block, False)))]
-                is_frame = run == video if np.isin(run, sounds).any() else is_frame
-            if is_frame.sum() != inside.shape[1]:
-                raise InvalidPrompt(
-                    "a video's sound stands between the placeholders of another video"
-                )
-            place = first + len(is_frame)
-            block = found[:, first:place]
-            block[:, is_frame] = inside
-            block[:, ~is_frame] = np.arange((~is_frame).sum())
-            block += following
-            last = len(is_frame) - int(
-                np.argmin(np.append(is_frame[::-1] == is_frame[-1], False))
-            )
-            following = int(block[:, 0 if is_frame.all() else last :].max()) + 1
-        found[:, place:] = np.arange(following, following + len(tokens) - place)
-        return PositionState(
-            prompt=mx.array(found[:, None]), delta=int(found.max()) + 1 - len(tokens)
-        )
+        found = np.empty((3, len(run)), dtype=np.int32)
+        found[:, is_frame] = frames
+        found[:, ~is_frame] = np.arange((~is_frame).sum())
+        # the last run of frames or sound alone
+        is_last = is_frame[::-1] == is_frame[-1]
+        last = len(run) - int(np.argmin(np.append(is_last, False)))
+        return found, int(found[:, last:].max()) + 1
 
     def forward(
         self,

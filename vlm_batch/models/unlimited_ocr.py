@@ -39,16 +39,16 @@ class UnlimitedOCR(DeepseekOCR):
         """Refuse placeholders that mlx-vlm leaves empty (unlimitedocr.py:176)."""
         found = super().features(ids, extra)
         if has_pictures(extra):
-            places = mx.array(
+            positions = mx.array(
                 np.flatnonzero(np.isin(np.array(ids)[0], list(self.image_token_ids)))
             )
-            empty = self.token_table(ids[0, places])
+            empty = self.token_table(ids[0, positions])
             needed = int(
-                (found["inputs_embeds"][0, places] != empty).any(axis=-1).sum()
+                (found["inputs_embeds"][0, positions] != empty).any(axis=-1).sum()
             )
-            if needed != places.size:
+            if needed != positions.size:
                 raise InvalidPrompt(
-                    f"the pictures need {needed} placeholder tokens; the prompt has {places.size}"
+                    f"the pictures need {needed} placeholder tokens; the prompt has {positions.size}"
                 )
         return found
 

@@ -131,10 +131,7 @@ def logsumexp(array: mx.array) -> mx.array | None:
         return None
     rows = view(whole).reshape(-1, array.shape[-1])
     found = np.empty(len(rows), np.float32)
-    each(
-        _write_logs,
-        list(zip(_blocks(rows), _blocks(found[:, None], rows.shape[1]), strict=True)),
-    )
+    _write(_logs, rows, found[:, None])
     return mx.array(found.reshape(array.shape[:-1])).astype(array.dtype)
 
 
@@ -165,18 +162,9 @@ def exponentials(rows: np.ndarray) -> np.ndarray:
 def turned(rows: np.ndarray) -> np.ndarray:
     """Do what ``exponentials`` does to rows (..., K) that lie together, on several threads. Returns the sums (..., 1)."""
     flat = rows.reshape(-1, rows.shape[-1])
-    totals = np.empty((*rows.shape[:-1], 1), np.float32)
-    each(
-        _write_sums,
-        list(
-            zip(
-                _blocks(flat),
-                _blocks(totals.reshape(-1, 1), rows.shape[-1]),
-                strict=True,
-            )
-        ),
-    )
-    return totals
+    totals = np.empty((len(flat), 1), np.float32)
+    _write(exponentials, flat, totals)
+    return totals.reshape(*rows.shape[:-1], 1)
 
 
 def _fresh(array: mx.array) -> mx.array:
@@ -196,16 +184,22 @@ def _divide(block: np.ndarray) -> None:
     block /= exponentials(block)
 
 
-def _write_sums(rows_and_sums: tuple[np.ndarray, np.ndarray]) -> None:
-    rows, sums = rows_and_sums
-    sums[:] = exponentials(rows)
+def _write(
+    of_rows: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, found: np.ndarray
+) -> None:
+    """Write what ``of_rows`` returns of rows (R, K), one number each, to ``found`` (R, 1)."""
+
+    def work(both: tuple[np.ndarray, np.ndarray]) -> None:
+        both[1][:] = of_rows(both[0])
+
+    blocks = _blocks(rows), _blocks(found, rows.shape[1])
+    each(work, list(zip(*blocks, strict=True)))
 
 
-def _write_logs(rows_and_logs: tuple[np.ndarray, np.ndarray]) -> None:
-    rows, logs = rows_and_logs
+def _logs(rows: np.ndarray) -> np.ndarray:
     largest = rows.max(axis=-1, keepdims=True)
     total = np.log(exponentials(rows.copy())) + largest
-    logs[:] = np.where(np.isinf(largest), largest, total)
+    return np.where(np.isinf(largest), largest, total)
 
 
 # Threads --------------------------------------------------------------------------------------------------------------

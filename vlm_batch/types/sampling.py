@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -34,6 +35,10 @@ _MOST_STOPS, _MOST_STOP_TOKENS = 1024, 2**14
 _MOST_WORDS, _MOST_ALLOWED, _MOST_BIASED = 1024, 2**20, 2**16
 #: Bound on choices. Forms have a bound of their own, in characters, which is reached before.
 _MOST_CHOICES = 2**20
+#: The largest number below 1.
+_BELOW_1 = math.nextafter(1, 0)
+#: OpenAI's bounds of penalties.
+_PENALTY = RealNumber(-2, 2, "a number in -2..2 (0 is off)")
 
 
 @advises_of_fields(SAMPLING)
@@ -97,17 +102,12 @@ class SamplingParams:
     # Within these bounds, logits of float32 or less do not overflow.
     temperature: float = declared(
         0.0,
-        RealNumber(
-            lambda x: x == 0 or 1e-6 <= x <= 1e6, "0 (greedy) or a number in 1e-6..1e6"
-        ),
+        RealNumber(1e-6, 1e6, "0 (greedy) or a number in 1e-6..1e6", or_zero=True),
         flag=Flag("0 is greedy", "T", says_default=True),
     )
     top_p: float = declared(
         1.0,
-        RealNumber(
-            lambda x: 1e-30 <= x <= 1,
-            "a number above 0 (1e-30) and at most 1 (1 is off)",
-        ),
+        RealNumber(1e-30, 1, "a number above 0 (1e-30) and at most 1 (1 is off)"),
         flag=Flag("1 is off", "P", says_default=True),
     )
     top_k: int = declared(
@@ -115,14 +115,12 @@ class SamplingParams:
     )
     min_p: float = declared(
         0.0,
-        RealNumber(
-            lambda x: 0 <= x < 1, "a number of at least 0 and below 1 (0 is off)"
-        ),
+        RealNumber(0, _BELOW_1, "a number of at least 0 and below 1 (0 is off)"),
         flag=Flag("0 is off", "P", says_default=True),
     )
     repetition_penalty: float = declared(
         1.0,
-        RealNumber(lambda x: 1e-3 <= x <= 1e3, "a number in 0.001..1000 (1 is off)"),
+        RealNumber(1e-3, 1e3, "a number in 0.001..1000 (1 is off)"),
         flag=Flag("of words that come again; 1 is off", "P"),
     )
     repetition_context_size: int = declared(20, WholeNumber(1, MOST))
@@ -136,9 +134,7 @@ class SamplingParams:
     window_size: int | None = declared(
         None,
         WholeNumber(1, MOST),
-        flag=Flag(
-            "number of last tokens in which they are looked for (default: all)", "N"
-        ),
+        flag=Flag("last tokens in which they are looked for (default: all)", "N"),
         over_http=False,
     )
     whitelist_token_ids: Sequence[int] = declared(
@@ -153,7 +149,7 @@ class SamplingParams:
         (),
         Texts(_MOST_STOPS),
         flag=Flag(
-            "text that ends an answer; several may be given", "TEXT", is_repeated=True
+            "text that ends an answer; may be repeated", "TEXT", is_repeated=True
         ),
     )
     stop_token_ids: Sequence[int] = declared((), TokenIds(_MOST_STOP_TOKENS))
@@ -166,12 +162,8 @@ class SamplingParams:
         in_jobs=False,
         over_http=False,
     )
-    presence_penalty: float = declared(
-        0.0, RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
-    )
-    frequency_penalty: float = declared(
-        0.0, RealNumber(lambda x: -2 <= x <= 2, "a number in -2..2 (0 is off)")
-    )
+    presence_penalty: float = declared(0.0, _PENALTY)
+    frequency_penalty: float = declared(0.0, _PENALTY)
     logit_bias: Mapping[int, float] = declared(
         {}, Biases(_MOST_BIASED), is_hashed=False
     )
