@@ -165,7 +165,9 @@ class DecodeBatch(NoBatch):
     @property
     def room(self) -> int:
         """Positions of each row for which a forward has room."""
-        each = self._shapes.most_positions // len(self)
+        longest = max(map(next_length, self.rows))
+        places = len(self.places)
+        each = self._shapes.room(len(self), places, self._placement, longest)
         return min(each, most_positions(self.layers))
 
     def counts(self, drafts: Mapping[Row, int]) -> list[int] | None:

@@ -117,6 +117,7 @@ class BatchGenerator:
             shapes,
             self.drafts,
             self.memory,
+            self._pace,
         )
         self.telling = Telling(
             self.rows, self.retry, self.reuse, self.text, self.drafts
@@ -381,6 +382,7 @@ class BatchGenerator:
             self.capacity.pause()
             return
         seconds = time.perf_counter() - begin - encoding
+        tokens += self._pace.end_step()
         if has_decoded:
             self.telling.patience.end(seconds)
             self._pace.record(seconds, tokens)

@@ -282,8 +282,8 @@ class EngineLoop:
 
     def _add(self, row: Row) -> None:
         try:
-            if row.siblings or row.asked is not None:
-                several = _several(row)
+            several = _several(row)
+            if several is not None:
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
         except BaseException as error:  # the generator does not know the row
@@ -380,11 +380,11 @@ def _terms(request: Request) -> Terms:
     )
 
 
-def _several(row: Row) -> Several:
-    """Return what makes one request of a row and its siblings."""
-    if row.asked is not None:
-        return Scoring(row)
-    return Several(row.request_id, row.params.n)
+def _several(row: Row) -> Several | None:
+    """Return what makes one request of a row and its siblings, if it will have some."""
+    if row.answer.path is not None:
+        return Scoring(row.request_id, row.answer.path.request)
+    return Several(row.request_id, row.params.n) if row.siblings else None
 
 
 def _gone_event(request_id: str, reason: str) -> Event:

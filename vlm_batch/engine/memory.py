@@ -160,8 +160,14 @@ def memory_of(
 
 
 def tokens(row: Row) -> int:
-    """Return a row's positions: prompt, and answer so far."""
-    return row.facts.length + max(row.answer.num_sampled, len(row.answer.token_ids))
+    """Return a row's positions: prompt, and answer so far, or all that it will say where it scores options.
+
+    Those take many positions at a time, and could outgrow the bound before the next look at grown rows.
+    """
+    answer = row.answer
+    if answer.path is not None:
+        return row.facts.length + answer.max_tokens
+    return row.facts.length + max(answer.num_sampled, len(answer.token_ids))
 
 
 class Sizes:

@@ -319,7 +319,7 @@ class Reuse:
 
     def wants_caches(self, row: Row) -> bool:
         """Return whether a prefilled row's caches are kept at its end."""
-        if row.reuse.key is None or row.asked is not None:
+        if row.reuse.key is None or row.answer.path is not None:
             return False
         if row.terms.returns_cache:
             return True

@@ -18,7 +18,7 @@ from vlm_batch.engine.constraints import NO_GUIDE, NoGuide, Untold
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
 from vlm_batch.engine.logprobs import NO_SCORES, NoScores
 from vlm_batch.engine.overlap import Overlap
-from vlm_batch.engine.paths import Asked, Path
+from vlm_batch.engine.paths import Path
 from vlm_batch.engine.sampling import NO_RULES, NOT_DRAWN, Drawn, RowRules
 from vlm_batch.engine.text import (
     NO_TEXT,
@@ -182,10 +182,6 @@ class Answer:
         at = self.num_sampled - 1
         return known[at] if at < len(known) else None
 
-    def take_path(self, path: Path) -> None:
-        self.path = path
-        self.max_tokens = path.num_positions
-
     def drop_ahead(self) -> None:
         """Let the next forward take one token."""
         self.drafter.drop()
@@ -277,7 +273,6 @@ class Row:
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
     siblings: tuple[Row, ...] = ()
-    asked: Asked | None = None  # options to score
     # its processor's output, to recompute it from, if that is kept
     given: Mapping[str, Any] = field(default_factory=dict)
     losses: int = 0  # number of times that it was recomputed
@@ -467,7 +462,7 @@ class Row:
         """Drop all but the id: launched work may hold the row."""
         self.params = NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), RowReuse(), {}
-        self.siblings, self.asked = (), None
+        self.siblings = ()
         self.losses = -1  # launched tokens are not for it
         self.answer, self.facts = new_answer(self.params), NO_FACTS
 

@@ -71,7 +71,7 @@ class Rows:
         if not self.is_decoding:
             return False
         rows = self.ledger.tuple_at(Stage.DECODE, Stage.READY, Stage.LAST)
-        return any(row.asked is None for row in rows)
+        return any(row.answer.path is None for row in rows)
 
     @property
     def num_pending(self) -> int:
@@ -169,7 +169,7 @@ class Rows:
         check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
         siblings: Sequence[Row] = ()
-        if row.asked is not None:
+        if row.answer.path is not None:
             siblings = begin_options(row, logits.shape[-1])
             self.ledger.asked[row.client] += len(siblings)
         elif row.siblings:

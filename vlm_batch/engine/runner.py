@@ -18,7 +18,8 @@ from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
 from vlm_batch.engine.memory import EncoderMemory, NoBound
-from vlm_batch.engine.options import look_ahead
+from vlm_batch.engine.options import expect_options, look_ahead
+from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Stage
 from vlm_batch.engine.rows import Rows
@@ -55,7 +56,9 @@ class Runner:
         shapes: Shapes,
         drafts: NoDrafts,
         memory: NoBound,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self.adapter = adapter
         self._memory = memory
         self._drafts = drafts
@@ -72,7 +75,7 @@ class Runner:
         """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
-        look_ahead(group, self.adapter)
+        self._pace.note_ahead(look_ahead(group, self.adapter, self._room_ahead))
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
         alone: set[Row] = set()
@@ -87,6 +90,9 @@ class Runner:
             return [Part(_each_position(rows), logits)]
         mx.async_eval(logits)
         return _split(rows, logits, alone)
+
+    def _room_ahead(self) -> int:
+        return self._pace.room_ahead(is_decoding=self._rows.is_heard)
 
     # Pictures and prompts, encoded
 
@@ -152,6 +158,7 @@ class Runner:
         prompt.prefilled = cached
         row.facts = encoded.facts(with_ids=row.terms.returns_prompt_ids)
         self._begin_answer(row, encoded)
+        expect_options(row, self._memory)
         if not row.clock.first_token:
             seconds = time.perf_counter() - begin
             row.clock.spent = replace(row.clock.spent, encode=seconds)
