@@ -351,7 +351,7 @@ def test_options_share_paths() -> None:
         for place in range(random.integers(1, 9)):
             length = random.integers(1, 5)
             options[place] = tuple(random.integers(0, 3, length).tolist())
-        paths = paths_of(Options([]), options)
+        paths = paths_of(Options(), options)
         found: dict[int, tuple[int, ...]] = {}
         for path in paths:
             for place, option in path.options.items():

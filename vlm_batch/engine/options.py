@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, AskedLogprobs
-from vlm_batch.engine.memory import NoBound
+from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.paths import Options, Path, paths_of
 from vlm_batch.engine.row import Row, fork, siblings_of
 from vlm_batch.engine.sampling import Sampled
@@ -57,11 +57,11 @@ def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
     if not options:
         return
     if row.answer.path is None:
-        row.answer.path = Path(Options(options))
-    row.answer.path.request.tokens = options
+        row.answer.path = Path(Options())
+    row.answer.path.request.tokens = list(options)
 
 
-def expect_options(row: Row, memory: NoBound) -> None:
+def expect_options(row: Row, memory: RowMemory) -> None:
     """Note how many tokens an encoded row will say. Options that never fit into memory behind its prompt fail alone."""
     answer, path = row.answer, row.answer.path
     if path is None:
@@ -70,33 +70,29 @@ def expect_options(row: Row, memory: NoBound) -> None:
         answer.max_tokens = path.num_positions
         return
     longest = 1
-    found: list[OptionTokens] = []
-    for option in path.request.tokens:
+    for index, option in enumerate(path.request.tokens):
         length = len(option.tokens)
         try:
             memory.check_length(row.facts.length + length, "with this option ")
             longest = max(longest, length)
         except DoesNotFit as error:
-            option = replace(option, error=error)
-        found.append(option)
-    path.request.tokens = found
+            path.request.tokens[index] = replace(option, error=error)
     answer.max_tokens = min(answer.max_tokens, longest)
 
 
 # Of a prefilled row -----------------------------------------------------------------------------------------------------
 
 
-def begin_options(row: Row, size: int) -> Sequence[Row]:
+def begin_options(row: Row, own: Path, size: int) -> Sequence[Row]:
     """Give a prefilled row its path, and each further path a sibling. Returns the siblings.
 
     Args:
+        own: the row's path, which leads nowhere yet, unless the row was computed before.
         size: tokens that the model says.
 
     Raises:
         InvalidOption: no option can be scored.
     """
-    own = row.answer.path
-    assert own is not None
     if own.options:  # it was computed again
         return ()
     request = own.request
@@ -195,10 +191,8 @@ def said_on_paths(rows: Sequence[Row], logits: mx.array) -> Sampled:
     return Sampled(tokens, told.highest, told, range(len(rows)))
 
 
-def score(row: Row, text: AnswerText) -> None:
+def score(row: Row, path: Path, text: AnswerText) -> None:
     """Score the options of a row whose path was read to its end."""
-    path = row.answer.path
-    assert path is not None
     for index in path.options:
         option = path.request.tokens[index]
         shown = option.given

@@ -25,7 +25,7 @@ class Options:
         scores: by the index of the option.
     """
 
-    tokens: Sequence[OptionTokens]
+    tokens: list[OptionTokens] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
     scores: dict[int, OptionScore] = field(default_factory=dict)
 

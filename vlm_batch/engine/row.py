@@ -14,10 +14,9 @@ import mlx.core as mx
 
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
-from vlm_batch.engine.constraints import NO_GUIDE, NoGuide, Untold
+from vlm_batch.engine.constraints import NO_GUIDE, NoGuide
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
-from vlm_batch.engine.logprobs import NO_SCORES, NoScores
-from vlm_batch.engine.overlap import Overlap
+from vlm_batch.engine.logprobs import PromptScores
 from vlm_batch.engine.paths import Path
 from vlm_batch.engine.sampling import NO_RULES, NOT_DRAWN, Drawn, RowRules
 from vlm_batch.engine.text import (
@@ -140,13 +139,8 @@ class Answer:
     path: Path | None = None  # for rows that score options
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_scores: NoScores = NO_SCORES
+    prompt_scores: PromptScores | None = None  # if they are asked for
     ending: Ending | None = None  # set when it is complete, until its row ends
-
-    @property
-    def untold(self) -> Untold | None:
-        """The next token, which its form still checks."""
-        return self.guide.untold
 
     @property
     def ahead(self) -> tuple[int, ...]:
@@ -156,7 +150,7 @@ class Answer:
     @property
     def said(self) -> list[int]:
         """Tokens that were read; its form may still hold the last."""
-        untold = self.untold
+        untold = self.guide.untold
         return self.token_ids if untold is None else [*self.token_ids, untold.token]
 
     @property
@@ -248,7 +242,6 @@ class RowReuse:
     continues: PromptCache | None = None  # its user's
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
-    overlap: Overlap = field(default_factory=Overlap)  # with other prompts
     stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
@@ -303,19 +296,15 @@ class Row:
         return self.stage is Stage.ENDED
 
     @property
-    def ends_next(self) -> bool:
-        """Whether its next token is its last, which no forward follows."""
-        return self.answer.num_sampled + 1 >= self.answer.max_tokens
-
-    @property
     def needs_place(self) -> bool:
         """Whether its next token needs a forward, as of one parked before its forward, or is followed by one."""
-        return self.prompt.logits is None or not self.ends_next
+        is_last = self.answer.num_sampled + 1 >= self.answer.max_tokens
+        return self.prompt.logits is None or not is_last
 
     @property
     def is_untold(self) -> bool:
         """Whether its form still checks its last token."""
-        return self.answer.untold is not None
+        return self.answer.guide.untold is not None
 
     @property
     def is_only_read(self) -> bool:
@@ -453,7 +442,7 @@ class Row:
     ) -> tuple[TokenLogprobs | None, ...] | None:
         """Return the prompt's log-probabilities, if they are asked for and all are there."""
         scores = self.answer.prompt_scores
-        if not scores.are_asked or reason == "error":
+        if scores is None or reason == "error":
             return None
         is_prefilled = reason == "length" or bool(self.answer.token_ids)
         return scores.read() if is_prefilled else None

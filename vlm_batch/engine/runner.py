@@ -17,7 +17,7 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
-from vlm_batch.engine.memory import EncoderMemory, NoBound
+from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.options import expect_options, look_ahead
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
@@ -55,7 +55,7 @@ class Runner:
         kv: KVQuantisation | None,
         shapes: Shapes,
         drafts: NoDrafts,
-        memory: NoBound,
+        memory: RowMemory,
         pace: Pace,
     ) -> None:
         self._pace = pace
@@ -151,7 +151,7 @@ class Runner:
         if params.prompt_logprobs is not None:
             answer.prompt_scores = self._scores(row, params.prompt_logprobs, encoded)
         self._check_length(row, encoded.length)
-        is_scored = answer.prompt_scores.are_asked
+        is_scored = answer.prompt_scores is not None
         prompt.is_shared = not is_scored and self._shapes.shares(encoded)
         prompt.inputs = {}
         prompt.encoded = encoded
@@ -168,8 +168,16 @@ class Runner:
     def _check_length(self, row: Row, length: int) -> None:
         """Raise PromptTooLong."""
         limit, context = self._max_prompt_tokens, self.adapter.max_context
+        if limit is not None and length > limit:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens (pictures included); {limit} are taken",
+                advice=" (Limits.prompt_tokens)",
+            )
         least = min(1, row.params.max_tokens)
-        check_length(length, context, limit, least=least)
+        if context is not None and length + least > context:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens (pictures included); the model's context holds {context}"
+            )
 
     def _begin_answer(self, row: Row, encoded: Encoded) -> None:
         """Prepare what the choice of a row's tokens needs."""
@@ -216,7 +224,7 @@ class Runner:
     def _view(self, row: Row, now: float) -> PrefillRow:
         encoded, _ = row.prompt.to_prefill()
         stops = (*self._stops, *row.reuse.stops)
-        if row.answer.prompt_scores.are_asked:
+        if row.answer.prompt_scores is not None:
             together = 1
             if self.adapter.scores_chunks:
                 together = POSITIONS_TOGETHER
@@ -288,7 +296,7 @@ class Runner:
             return self._made(row, prompt.logits)
         encoded, cache = prompt.to_prefill()
         # else a forward per token
-        is_scored = scores.are_asked and self.adapter.scores_chunks
+        is_scored = scores is not None and self.adapter.scores_chunks
         is_whole = _is_shared(row, begin, end)
         count, stop, call = self._shapes.prefill_call(
             begin, [end], is_whole=is_whole, is_scored=is_scored
@@ -299,7 +307,7 @@ class Runner:
         if stop > end:
             trim(cache, stop - end)
         scored: list[mx.array] = []
-        if scores.are_asked:
+        if scores is not None:
             scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
         return self._made(row, logits, scored)
@@ -431,18 +439,3 @@ def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, end: int) ->
 
 def picture_bytes(row: Row) -> int:
     return row.prompt.nbytes if row.media.has_any else 0
-
-
-def check_length(
-    prompt: int, context: int | None, limit: int | None, *, least: int = 1
-) -> None:
-    """Raise PromptTooLong. ``least``: fewest tokens of the answer."""
-    if limit is not None and prompt > limit:
-        raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); {limit} are taken",
-            advice=" (Limits.prompt_tokens)",
-        )
-    if context is not None and prompt + least > context:
-        raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}"
-        )
