@@ -114,7 +114,7 @@ def test_they_are_what_transformers_recorded(
 ) -> None:
     """Its own answer as an option, that answer's beginning, and tokens that it would not choose. With room for nine
     positions a path takes several forwards."""
-    monkeypatch.setattr(options_of_engine, "POSITIONS_TOGETHER", room)
+    monkeypatch.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", room)
     tiny = tiny_family(name)
     asked: dict[str, tuple[Inputs, list[tuple[int, ...]]]] = {}
     truth: dict[str, tuple[list[int], np.ndarray]] = {}
@@ -314,7 +314,8 @@ def test_paths_beside_a_row_that_streams_keep_to_the_gap() -> None:
     while not engine.rows.is_heard:
         engine.step()
     # a gap of 0.1 s has room for 16 of them
-    engine._pace._decode_seconds, engine._pace._tokens_per_second = 0.02, 200.0
+    engine._pace._decode_seconds = 0.02
+    engine._pace._prompt_seconds, engine._pace._prompt_tokens = 1.0, 200.0
     engine._pace.record = lambda *given: None  # type: ignore[method-assign]
     row, _ = asking("qwen2_vl", [(5,) * 60, (7,) * 60])
     engine.rows.add(row)
@@ -569,7 +570,7 @@ def test_reproducible_ones_are_the_same_bits() -> None:
         for option, score in zip(OPTIONS, alone, strict=True):
             assert bits(batcher.score(request, [option])) == bits([score])
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(options_of_engine, "POSITIONS_TOGETHER", 1)
+            patched.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", 1)
             assert bits(batcher.score(request, OPTIONS)) == bits(alone)
         answer = batcher.submit(CIRCLE, PROMPT, params={"logprobs": 0}).result(60)
         said = batcher.score(request, [answer.token_ids])[0]

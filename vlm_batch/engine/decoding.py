@@ -67,7 +67,7 @@ class Decoder:
     def _forward(self, step: DecodeStep) -> list[mx.array]:
         """Return logits (B, V), and hidden states (B, D) if kept."""
         graphs = self._compiled
-        if graphs is None:
+        if graphs is None or not step.caches[0].can_trace:
             return self._plain(step)
         is_plain = self._is_plain
         if not graphs.can_compile(step.caches, step.extras, is_plain=is_plain):

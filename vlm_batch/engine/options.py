@@ -7,16 +7,15 @@ says is known before it is read, so a forward takes as many of its tokens as it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, AskedLogprobs
+from vlm_batch.engine.logprobs import AskedLogprobs
 from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.paths import Options, Path, paths_of
-from vlm_batch.engine.row import Row, fork, siblings_of
+from vlm_batch.engine.row import Answer, Row, fork, siblings_of
 from vlm_batch.engine.sampling import Sampled
 from vlm_batch.engine.several import Several
 from vlm_batch.engine.text import AnswerText
@@ -29,10 +28,6 @@ from vlm_batch.types import (
     Result,
     SamplingParams,
 )
-
-if TYPE_CHECKING:
-    from vlm_batch.adapters.base import Adapter
-    from vlm_batch.engine.batch import DecodeBatch
 
 #: Tokens that a tokenizer may write beside those of a text's bytes.
 BESIDE = 16
@@ -61,11 +56,9 @@ def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
     row.answer.path.request.tokens = list(options)
 
 
-def expect_options(row: Row, memory: RowMemory) -> None:
+def expect_options(row: Row, path: Path, memory: RowMemory) -> None:
     """Note how many tokens an encoded row will say. Options that never fit into memory behind its prompt fail alone."""
-    answer, path = row.answer, row.answer.path
-    if path is None:
-        return
+    answer = row.answer
     if path.options:  # it is computed again
         answer.max_tokens = path.num_positions
         return
@@ -143,28 +136,13 @@ def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
 # In a step --------------------------------------------------------------------------------------------------------------
 
 
-def look_ahead(group: DecodeBatch, adapter: Adapter, most: Callable[[], int]) -> int:
-    """Have rows with paths take several tokens in the group's next forward, as far as there is room.
-
-    Args:
-        most: returns how many positions more may be in the forward.
-
-    Returns:
-        how many there are.
-    """
-    saying: list[tuple[int, Path]] = []
-    for row in group.rows:
-        path = row.answer.path
-        if path is not None:
-            saying.append((row.answer.num_sampled, path))
-    if not saying:
-        return 0
-    together = POSITIONS_TOGETHER if adapter.can_draft else 1
-    room = min(together // len(group), group.room)
-    each = min(room - 1, most() // len(saying))
+def look_ahead(answers: Sequence[Answer], most: int) -> int:
+    """Have answers with paths take up to ``most`` tokens more in their next forward. Returns the number of all these."""
     count = 0
-    for said, path in saying:
-        path.ahead = path.tokens[said : said + max(0, each)]
+    for answer in answers:
+        path, said = answer.path, answer.num_sampled
+        assert path is not None
+        path.ahead = path.tokens[said : said + most]
         count += len(path.ahead)
     return count
 

@@ -24,11 +24,19 @@ class Pace:
     def __init__(self, config: Policy) -> None:
         self._config = config
         self._decode_seconds = 0.0
-        self._tokens_per_second = 0.0
+        # smoothed, of runs of steps beside which prompts were computed
+        self._prompt_seconds = self._prompt_tokens = 0.0
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
         # options' tokens: of this step's forward, and since prompts had a chunk
         self._ahead = self._ahead_while_saving = 0
+
+    @property
+    def _tokens_per_second(self) -> float:
+        """Measured prompt tokens; 0 if unknown. A short run, whose time is mostly chance, weighs little."""
+        if not self._prompt_seconds:
+            return 0.0
+        return self._prompt_tokens / self._prompt_seconds
 
     @property
     def longest_rest(self) -> float:
@@ -122,9 +130,8 @@ class Pace:
             spent = max(
                 self._run_seconds - self._run_steps * self._decode_seconds, 1e-6
             )
-            self._tokens_per_second = self._smooth(
-                self._tokens_per_second, self._run_tokens / spent
-            )
+            self._prompt_seconds = self._smooth(self._prompt_seconds, spent)
+            self._prompt_tokens = self._smooth(self._prompt_tokens, self._run_tokens)
             self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
     def _smooth(self, old: float, new: float) -> float:

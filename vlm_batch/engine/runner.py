@@ -21,7 +21,7 @@ from vlm_batch.engine.memory import EncoderMemory, RowMemory
 from vlm_batch.engine.options import expect_options, look_ahead
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.row import Answer, Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import stages_of
 from vlm_batch.engine.schedule import PrefillRow
@@ -75,24 +75,31 @@ class Runner:
         """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
-        self._pace.note_ahead(look_ahead(group, self.adapter, self._room_ahead))
+        scoring = [row.answer for row in rows if row.answer.path is not None]
+        if scoring:
+            self._look_ahead(group, scoring)
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
         alone: set[Row] = set()
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            if answer.path is not None:
-                answer.num_fed += len(answer.path.ahead)
             if answer.waits_for_token or answer.drafter.ahead:
                 alone.add(row)
+        for answer in scoring:
+            answer.num_fed += len(answer.ahead)
         if not alone:
-            return [Part(_each_position(rows), logits)]
+            return [Part(_each_position(rows) if scoring else rows, logits)]
         mx.async_eval(logits)
         return _split(rows, logits, alone)
 
-    def _room_ahead(self) -> int:
-        return self._pace.room_ahead(is_decoding=self._rows.is_heard)
+    def _look_ahead(self, group: DecodeBatch, scoring: Sequence[Answer]) -> None:
+        """Have rows that score options take several tokens in a group's next forward, as far as there is room."""
+        room = self._pace.room_ahead(is_decoding=self._rows.is_heard)
+        together = POSITIONS_TOGETHER if self.adapter.can_draft else 1
+        each = min(together // len(group), group.room) - 1
+        each = max(0, min(each, room // len(scoring)))
+        self._pace.note_ahead(look_ahead(scoring, each))
 
     # Pictures and prompts, encoded
 
@@ -158,7 +165,8 @@ class Runner:
         prompt.prefilled = cached
         row.facts = encoded.facts(with_ids=row.terms.returns_prompt_ids)
         self._begin_answer(row, encoded)
-        expect_options(row, self._memory)
+        if answer.path is not None:
+            expect_options(row, answer.path, self._memory)
         if not row.clock.first_token:
             seconds = time.perf_counter() - begin
             row.clock.spent = replace(row.clock.spent, encode=seconds)
