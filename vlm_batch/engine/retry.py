@@ -117,8 +117,6 @@ class Retry:
 
     def _begin_again(self, row: Row, error: BaseException) -> None:
         """Put a row back in line; end it if its inputs are gone."""
-        if row.has_ended:
-            return
         if not row.given:
             self._rows.end(row, "error", error)
             return
