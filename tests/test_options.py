@@ -307,9 +307,8 @@ def test_an_option_beyond_max_bytes_fails_alone() -> None:
 
 def test_paths_beside_a_row_that_streams_keep_to_the_gap() -> None:
     """Its next tokens wait for as many positions of theirs as for tokens of prompts."""
-    engine = BatchGenerator(
-        shared_adapter("qwen2_vl"), policy=settings_for(Placement.SLAB, max_rows=2)
-    )
+    policy = settings_for(Placement.SLAB, max_rows=2, smallest_chunk=64)
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=policy)
     engine.insert("plain", as_mlx(inputs_of("qwen2_vl", "text:2:9")), PLAIN)
     while not engine.rows.is_heard:
         engine.step()

@@ -356,6 +356,7 @@ def test_options_share_the_time_of_prompts() -> None:
         assert pace.budget(is_decoding=True, pending=4096) in (0, 64)
         assert pace.end_step() == 100
     assert pace.room_ahead(is_decoding=True) == pytest.approx(120, abs=2)
+    assert measured(0.2, 0.1, 200).room_ahead(is_decoding=True) == 4
     fixed = Pace(Policy(prefill_budget=10, idle_budget=100))
     fixed.note_ahead(4)
     assert fixed.room_ahead(is_decoding=True) == 6

@@ -292,8 +292,7 @@ class EngineLoop:
 
     def _cancel(self, request_id: str) -> None:
         self._cancelling.discard(request_id)
-        several = self._several.get(request_id)
-        for row_id in (request_id,) if several is None else several.row_ids:
+        for row_id in self._row_ids(request_id):
             self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
@@ -358,15 +357,17 @@ class EngineLoop:
         self._receiver = handle
         if event.result is not None:
             del self._alive[event.request_id]
-            if several is not None:
-                self._forget_several(event.request_id)
+            self._forget_several(event.request_id)
         handle.push(event)
         self._receiver = None
 
-    def _forget_several(self, request_id: str) -> None:
+    def _row_ids(self, request_id: str) -> Sequence[str]:
         several = self._several.get(request_id)
-        for row_id in () if several is None else several.row_ids:
-            del self._several[row_id]
+        return (request_id,) if several is None else several.row_ids
+
+    def _forget_several(self, request_id: str) -> None:
+        for row_id in self._row_ids(request_id):
+            self._several.pop(row_id, None)
 
 
 def _terms(request: Request) -> Terms:

@@ -20,6 +20,8 @@ class Pace:
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
+    # options have this part of a smallest chunk, however slow decoding is
+    LEAST_PART = 16
 
     def __init__(self, config: Policy) -> None:
         self._config = config
@@ -55,7 +57,8 @@ class Pace:
         config, rate = self._config, self._tokens_per_second
         if not is_decoding:
             return config.idle_budget
-        room = int((config.token_gap - self._decode_seconds) * rate)
+        fits = int((config.token_gap - self._decode_seconds) * rate)
+        room = max(fits, config.smallest_chunk // self.LEAST_PART)
         if not rate:
             room = self.FIRST_CHUNK
         if config.prefill_budget is not None:
