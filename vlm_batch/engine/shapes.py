@@ -476,14 +476,10 @@ class FixedShapes:
         """
         if placement is Placement.ROWS:
             return self.counts[-1] // rows
-        for each in reversed(self._equal_counts(places)):
+        for each in reversed(_equal_counts(self.counts, places)):
             if self.has_room(longest, each):
                 return each
         return 1
-
-    def _equal_counts(self, places: int) -> list[int]:
-        """Return the positions that each place of a slab may have, ascending."""
-        return [count // places for count in self.counts if not count % places]
 
     def counts_of(
         self, positions: Sequence[int], placement: Placement
@@ -491,7 +487,7 @@ class FixedShapes:
         """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
             places = len(positions)
-            each = first_enough(self._equal_counts(places), max(1, *positions))
+            each = first_enough(_equal_counts(self.counts, places), max(1, *positions))
             return [each] * places if each else None
         total = first_enough(self.counts, sum(positions))
         if not total:
@@ -514,6 +510,11 @@ class FixedShapes:
         for columns in sorted(set(widths)):
             found += [(count, columns) for count in counts]
         return found
+
+
+def _equal_counts(counts: Sequence[int], places: int) -> list[int]:
+    """Return the positions that each of so many places may have for one of ``counts`` in all, ascending."""
+    return [count // places for count in counts if not count % places]
 
 
 Shapes: TypeAlias = FreeShapes | FixedShapes
