@@ -934,7 +934,7 @@ class History:
         }
         last |= {
             row
-            for row, _ in generator.rows.untold()
+            for row in generator.rows.untold()
             if row.answer.num_sampled >= row.answer.max_tokens and row not in placed
         }
         assert len(set(placed)) == len(placed), "a row has two places"
@@ -953,7 +953,7 @@ class History:
             "more rows than places"
         )
         memory = generator.memory
-        if isinstance(memory, RowMemory):
+        if memory.max_bytes is not None:
             taken = memory.together(
                 [tokens(row) - GROWTH for row in (*placed, *prefilling)]
             )

@@ -36,7 +36,7 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER
 from vlm_batch.engine.options import Scoring, give_options, params_to_score
-from vlm_batch.engine.paths import paths_of
+from vlm_batch.engine.paths import Options, paths_of
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.errors import OutOfMemory
@@ -76,7 +76,7 @@ def scored(
         params = params_to_score(Request(token_ids=[1], options=options))
         row = new_row(key, Prompt(inputs=as_mlx(inputs)), params, given=inputs)
         give_options(row, [OptionTokens(option, option) for option in options])
-        scoring = Scoring(row)
+        scoring = request_of(row)
         several |= dict.fromkeys(scoring.row_ids, scoring)
         engine.rows.add(row)
     found: dict[str, Result] = {}
@@ -114,7 +114,7 @@ def test_they_are_what_transformers_recorded(
 ) -> None:
     """Its own answer as an option, that answer's beginning, and tokens that it would not choose. With room for nine
     positions a path takes several forwards."""
-    monkeypatch.setattr(options_of_engine, "POSITIONS_TOGETHER", room)
+    monkeypatch.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", room)
     tiny = tiny_family(name)
     asked: dict[str, tuple[Inputs, list[tuple[int, ...]]]] = {}
     truth: dict[str, tuple[list[int], np.ndarray]] = {}
@@ -233,13 +233,114 @@ def test_fixed_shapes_have_room_for_some_of_a_path() -> None:
     assert forwards <= 8
 
 
+@pytest.mark.parametrize("num_options", [1, 3])
+def test_fixed_slabs_take_more_than_a_token_of_a_path(num_options: int) -> None:
+    """Where a number of positions is not proven, they take the next larger one, and the next smaller one of their room."""
+    shapes = FixedShapes(counts=(1, 2, 4, 8, 16), layout=Placement.SLAB)
+    policy = settings_for(Placement.SLAB, max_rows=4)
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), shapes=shapes, policy=policy)
+    options = [(token,) * 14 for token in range(5, 5 + num_options)]
+    row, scoring = asking("qwen2_vl", options)
+    engine.rows.add(row)
+    forwards = 0
+    while engine.has_work:
+        forwards += len(engine.rows.batch.groups)
+        for event in engine.step():
+            scored = scoring.take(event)
+    assert scored is not None and scored.result is not None
+    assert all(one.error is None for one in scored.result.options)
+    # one row has 16 positions in a forward, and three have four each: the last 13 tokens in one forward or four
+    assert forwards <= (2 if num_options == 1 else 5)
+
+
+def test_columns_that_end_leave_a_path_what_they_have() -> None:
+    """Up to their last column a forward takes several positions, and one by one only beyond."""
+    shapes = FixedShapes(counts=(1, 2, 4, 8), layout=Placement.SLAB)
+    placement = Placement.SLAB
+    assert shapes.room(1, 1, placement, 200) == 8
+    assert shapes.room(1, 1, placement, 253) == 4
+    assert shapes.room(1, 1, placement, 256) == 1
+    assert shapes.room(3, 4, placement, 200) == 2
+
+
+def test_options_keep_to_max_bytes() -> None:
+    """What they will say counts once their prompts are encoded: paths of many tokens do not begin beside each other."""
+    adapter = shared_adapter("qwen2_vl")
+    free = BatchGenerator(adapter, policy=settings_for(Placement.SLAB, max_rows=4))
+    bytes_of_two = at_most(free, 2)
+    policy = settings_for(Placement.SLAB, max_rows=4, max_bytes=bytes_of_two - 1)
+    assert at_most(BatchGenerator(adapter, policy=policy), 2) < bytes_of_two
+
+
+def at_most(engine: BatchGenerator, count: int) -> int:
+    """The most bytes that rows of so many requests with a long option each take at a time."""
+    engine.memory.probe(engine.trial)
+    requests: dict[str, Scoring] = {}
+    for index in range(count):
+        row, scoring = asking("qwen2_vl", [(5 + index,) * 400])
+        row.request_id = str(index)
+        requests[row.request_id] = Scoring(row.request_id, scoring._options)
+        engine.rows.add(row)
+    most = 0
+    while engine.has_work:
+        for event in engine.step():
+            told = requests[event.request_id].take(event)
+            assert told is not None and told.result is not None
+            assert [one.error for one in told.result.options] == [None]
+        most = max(most, engine.rows.batch.nbytes)
+    return most
+
+
+def test_an_option_beyond_max_bytes_fails_alone() -> None:
+    policy = settings_for(Placement.SLAB, max_rows=4, max_bytes=2_000_000)
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=policy)
+    engine.memory.probe(engine.trial)
+    row, scoring = asking("qwen2_vl", [(5,) * 40_000, (5, 9), (7,)])
+    engine.rows.add(row)
+    told = [scoring.take(event) for event in drained(engine)][-1]
+    assert told is not None and told.result is not None
+    long, *others = told.result.options
+    assert long.error is not None
+    assert "with this option 40,009 tokens" in long.error
+    assert [one.error for one in others] == [None, None]
+
+
+def test_paths_beside_a_row_that_streams_keep_to_the_gap() -> None:
+    """Its next tokens wait for as many positions of theirs as for tokens of prompts."""
+    policy = settings_for(Placement.SLAB, max_rows=2, smallest_chunk=64)
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), policy=policy)
+    engine.insert("plain", as_mlx(inputs_of("qwen2_vl", "text:2:9")), PLAIN)
+    while not engine.rows.is_heard:
+        engine.step()
+    # a gap of 0.1 s has room for 16 of them
+    engine._pace._decode_seconds = 0.02
+    engine._pace._prompt_seconds, engine._pace._prompt_tokens = 1.0, 200.0
+    engine._pace.record = lambda *given: None  # type: ignore[method-assign]
+    row, _ = asking("qwen2_vl", [(5,) * 60, (7,) * 60])
+    engine.rows.add(row)
+    beside: list[int] = []
+    while engine.has_work:
+        was_heard = engine.rows.is_heard
+        engine.step()
+        for group in engine.rows.batch.groups:
+            if was_heard and len(group) > 1:
+                beside.append(group.num_positions)
+    assert beside
+    assert max(beside) <= 3 + 16
+
+
 def asking(name: str, options: Sequence[tuple[int, ...]]) -> tuple[Row, Scoring]:
     """A row that scores options behind a text, and its request."""
     inputs = inputs_of(name, "text:1:9")
     params = params_to_score(Request(token_ids=[1], options=options))
     row = new_row("asked", Prompt(inputs=as_mlx(inputs)), params, given=inputs)
     give_options(row, [OptionTokens(option, option) for option in options])
-    return row, Scoring(row)
+    return row, request_of(row)
+
+
+def request_of(row: Row) -> Scoring:
+    assert row.answer.path is not None
+    return Scoring(row.request_id, row.answer.path.request)
 
 
 def test_options_share_paths() -> None:
@@ -250,7 +351,7 @@ def test_options_share_paths() -> None:
         for place in range(random.integers(1, 9)):
             length = random.integers(1, 5)
             options[place] = tuple(random.integers(0, 3, length).tolist())
-        paths = paths_of(options)
+        paths = paths_of(Options(), options)
         found: dict[int, tuple[int, ...]] = {}
         for path in paths:
             for place, option in path.options.items():
@@ -468,7 +569,7 @@ def test_reproducible_ones_are_the_same_bits() -> None:
         for option, score in zip(OPTIONS, alone, strict=True):
             assert bits(batcher.score(request, [option])) == bits([score])
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(options_of_engine, "POSITIONS_TOGETHER", 1)
+            patched.setattr("vlm_batch.engine.runner.POSITIONS_TOGETHER", 1)
             assert bits(batcher.score(request, OPTIONS)) == bits(alone)
         answer = batcher.submit(CIRCLE, PROMPT, params={"logprobs": 0}).result(60)
         said = batcher.score(request, [answer.token_ids])[0]

@@ -325,8 +325,8 @@ def scored_alone(name: str, adapter: Adapter) -> tuple[float, ...]:
     params = params_to_score(Request(token_ids=[1], options=[OPTION]))
     row = new_row("asked", Prompt(inputs=inputs), params)
     give_options(row, [OptionTokens(OPTION, OPTION)])
-    asked = row.asked
-    assert asked is not None
+    assert row.answer.path is not None
+    asked = row.answer.path.request
     engine.rows.add(row)
     while engine.has_work:
         engine.step()

@@ -336,6 +336,33 @@ def test_a_step_in_which_nothing_decodes_takes_two_seconds_or_a_chunk(
     )
 
 
+def test_a_few_tokens_that_seem_to_take_no_time_change_no_budget() -> None:
+    """A step is quicker than the usual ones by chance, and slower: what a few tokens took beside it tells little."""
+    pace = measured(0.04, 0.1, 200)
+    for seconds in (0.03, 0.03, 0.06):
+        pace.record(seconds, 4)
+        pace.record(0.04, 0)
+    assert pace.budget(is_decoding=True, pending=4096) == pytest.approx(120, rel=0.3)
+
+
+def test_options_share_the_time_of_prompts() -> None:
+    """They have what one step leaves, and prompts what they leave of several."""
+    pace = measured(0.04, 0.1, 200)
+    assert pace.room_ahead(is_decoding=True) == pytest.approx(120, abs=2)
+    assert pace.room_ahead(is_decoding=False) == 2048
+    for _ in range(Pace.LONGEST_SAVING - 1):
+        pace.note_ahead(100)
+        assert pace.room_ahead(is_decoding=True) == pytest.approx(20, abs=2)
+        assert pace.budget(is_decoding=True, pending=4096) in (0, 64)
+        assert pace.end_step() == 100
+    assert pace.room_ahead(is_decoding=True) == pytest.approx(120, abs=2)
+    assert measured(0.2, 0.1, 200).room_ahead(is_decoding=True) == 4
+    fixed = Pace(Policy(prefill_budget=10, idle_budget=100))
+    fixed.note_ahead(4)
+    assert fixed.room_ahead(is_decoding=True) == 6
+    assert fixed.budget(is_decoding=True, pending=4096) == 6
+
+
 def test_prompts_without_a_break_are_measured_too() -> None:
     pace = Pace(
         Policy(token_gap=0.1, encode_seconds=0.0, smallest_chunk=64, idle_budget=2048)

@@ -1090,7 +1090,7 @@ def test_the_caches_of_a_cancelled_row_are_kept_with_the_token_that_its_form_has
     generator.rows.add(row)
     while not form.held:
         generator.step()
-    assert answer.untold is not None
+    assert answer.guide.untold is not None
     stored.clear()  # its prompt
     assert generator.cancel("stuck")
     generator.step()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vlm_batch.engine.constraints import Guide
 from vlm_batch.engine.ledger import Ledger
 from vlm_batch.engine.limit import Capacity
-from vlm_batch.engine.memory import NoBound, Sizes
+from vlm_batch.engine.memory import RowMemory, Sizes
 from vlm_batch.engine.options import give_options
 from vlm_batch.engine.row import NO_LOADING, Row, Stage
 from vlm_batch.engine.rows import Rows
@@ -43,7 +43,7 @@ class Admission:
     """Hands rows to the loaders. Belongs to the engine's thread; ``nbytes`` is safe from any."""
 
     def __init__(
-        self, rows: Rows, policy: Policy, capacity: Capacity, memory: NoBound
+        self, rows: Rows, policy: Policy, capacity: Capacity, memory: RowMemory
     ) -> None:
         self._rows = rows
         self._ledger: Ledger = rows.ledger
@@ -88,7 +88,8 @@ class Admission:
         if len({*working}.intersection(before)) >= WITH_LOADERS:
             return False
         ahead = {*working, *self._ledger.at(Stage.READ, *PREPARED)}
-        if row.has_videos and _num_videos(ahead) >= VIDEOS_AHEAD:
+        num_videos = sum(one.has_videos for one in ahead)
+        if row.has_videos and num_videos >= VIDEOS_AHEAD:
             return False
         beside = ahead.intersection(before)
         if len(beside) >= self._most_rows:
@@ -197,10 +198,6 @@ class Admission:
         if loading.known_nbytes is None:
             self._sizes[row.has_videos].note(loading.num_pixels, row.prompt.nbytes)
         self._ledger.move(row, Stage.PREPARED)
-
-
-def _num_videos(rows: Collection[Row]) -> int:
-    return sum(row.has_videos for row in rows)
 
 
 def _num_bytes(rows: Collection[Row]) -> int:

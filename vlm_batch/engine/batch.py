@@ -16,27 +16,7 @@ from vlm_batch.engine.shapes import Shapes
 FEW = 4
 
 
-class NoBatch:
-    """Of a row without a place."""
-
-    #: Whether the batch has one row, whose last forward failed.
-    is_apart = False
-
-    def take(self, row: Row) -> list[Any]:
-        """Return a row's single-row caches. The row must leave next."""
-        return row.prompt.cache
-
-    def leave(self, row: Row) -> None:
-        """Free a row's place. No other row moves."""
-
-    def keep(self, row: Row, kept: int) -> None:
-        """Keep ``kept`` positions of a row in the last forward."""
-
-
-NO_BATCH = NoBatch()
-
-
-class DecodeBatch(NoBatch):
+class DecodeBatch:
     """Rows of one decode forward; ``places[b]``: the row at place b, or None.
 
     Args:
@@ -134,6 +114,7 @@ class DecodeBatch(NoBatch):
         return [place for place, row in enumerate(self.places) if row is not None]
 
     def take(self, row: Row) -> list[Any]:
+        """Return a row's single-row caches. The row must leave next."""
         if row in self._drafted:
             self.keep(row, 1)
         taken = self._extract(self.places.index(row))
@@ -142,6 +123,7 @@ class DecodeBatch(NoBatch):
         return taken
 
     def leave(self, row: Row) -> None:
+        """Free a row's place. No other row moves."""
         self._drafted.pop(row, None)
         place = self.places.index(row)
         self.places[place] = None
@@ -165,14 +147,14 @@ class DecodeBatch(NoBatch):
     @property
     def room(self) -> int:
         """Positions of each row for which a forward has room."""
-        each = self._shapes.most_positions // len(self)
+        longest = max(map(next_length, self.rows))
+        places = len(self.places)
+        each = self._shapes.room(len(self), places, self._placement, longest)
         return min(each, most_positions(self.layers))
 
     def counts(self, drafts: Mapping[Row, int]) -> list[int] | None:
         """Return each place's positions for these draft lengths, or None."""
         most = most_positions(self.layers)
-        if most <= max(drafts.values()):
-            return None
         wanted = [0] * len(self.places)
         for place, row in enumerate(self.places):
             if row is not None:
@@ -200,6 +182,7 @@ class DecodeBatch(NoBatch):
                 self._keep(place, 1 + len(row.answer.ahead), count)
 
     def keep(self, row: Row, kept: int) -> None:
+        """Keep ``kept`` positions of a row in the last forward."""
         if row in self._drafted:
             count = self._drafted.pop(row)
             self._keep(self.places.index(row), kept, count)

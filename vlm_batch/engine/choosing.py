@@ -130,8 +130,8 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     if said:
         found.append(_score(positions.only(said)))
     positions = positions.only(new)
-    if _have_rules(positions.rows):
-        positions, failed = _with_rules(positions)
+    for apply in (_processed, _masked):
+        positions, failed = apply(positions)
         found += failed
     if positions.rows:
         found += _sample(positions, sampler)
@@ -143,15 +143,13 @@ def _repeat(positions: Positions) -> Flight | Failed:
     rows = positions.rows
     tokens = mx.array([row.answer.known_token for row in rows], dtype=mx.int32)
     logits = mx.take_along_axis(positions.logits, tokens[:, None], axis=-1)[:, 0]
-    sampled = Sampled(tokens, logits)
-    return attempt(rows, _launch, rows, sampled, is_repeated=True, is_shared=True)
+    return _launch(rows, Sampled(tokens, logits), is_repeated=True)
 
 
 def _score(positions: Positions) -> Flight | Failed:
     """Launch the tokens of paths, with the log-probabilities of options."""
-    rows = positions.rows
-    sampled = said_on_paths(rows, positions.logits)
-    return attempt(rows, _launch, rows, sampled, is_shared=True)
+    sampled = said_on_paths(positions.rows, positions.logits)
+    return _launch(positions.rows, sampled)
 
 
 def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
@@ -161,7 +159,7 @@ def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
         sampled = sampler(positions.logits, _sampling_rows(rows))
     except Exception:
         return _sample_apart(positions, sampler)
-    return [attempt(rows, _launch, rows, sampled, is_shared=True)]
+    return [_launch(rows, sampled)]
 
 
 def _sample_apart(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
@@ -173,15 +171,16 @@ def _sample_apart(positions: Positions, sampler: Sampler) -> list[Flight | Faile
         if isinstance(sampled, Failed):
             found.append(sampled)
             continue
-        launched = attempt(own.rows, _launch, own.rows, sampled, is_shared=True)
-        found.append(launched)
+        found.append(_launch(own.rows, sampled))
     return found
 
 
 def _launch(
     rows: Sequence[Row], sampled: Sampled, *, is_repeated: bool = False
-) -> Flight:
-    mx.async_eval(sampled.arrays())
+) -> Flight | Failed:
+    failed = attempt(rows, mx.async_eval, sampled.arrays(), is_shared=True)
+    if failed is not None:
+        return failed
     losses = [row.losses for row in rows]
     return Flight(tuple(rows), tuple(losses), sampled, is_repeated)
 
@@ -189,25 +188,8 @@ def _launch(
 # What a row asks for itself
 
 
-def _have_rules(rows: Sequence[Row]) -> bool:
-    for row in rows:
-        answer = row.answer
-        if answer.rules.changes_logits or answer.guide.rules:
-            return True
-    return False
-
-
-def _with_rules(positions: Positions) -> tuple[Positions, list[Failed]]:
-    """Apply the rows' own stages and forms. Returns what is left, and failures."""
-    failed: list[Failed] = []
-    for apply in (_processed, _masked):
-        positions, more = apply(positions)
-        failed += more
-    return positions, failed
-
-
 def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
-    """Apply the rows' own stages."""
+    """Apply the rows' own stages. Returns what is left, and failures."""
     if not any(row.answer.rules.changes_logits for row in positions.rows):
         return positions, []
     made: list[mx.array] = []
@@ -228,7 +210,7 @@ def _processed(positions: Positions) -> tuple[Positions, list[Failed]]:
 
 
 def _masked(positions: Positions) -> tuple[Positions, list[Failed]]:
-    """Leave out tokens that forms and thinking do not allow."""
+    """Leave out tokens that forms and thinking do not allow. Returns what is left, and failures."""
     if not any(row.answer.guide.rules for row in positions.rows):
         return positions, []
     masks: list[np.ndarray | None] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from vlm_batch.engine.constraints import NoGuide
 from vlm_batch.engine.draft_costs import Expectation
@@ -25,8 +25,8 @@ FIRST_RATES = {"form": 0.95, "text": 0.5, "model": 0.7}
 class Acceptance:
     """Counts of drafted tokens and of those that held, of all rows."""
 
-    def __init__(self, rates: Mapping[str, float] = FIRST_RATES) -> None:
-        self.rates = dict(rates)
+    def __init__(self) -> None:
+        self.rates = dict(FIRST_RATES)
         self.num_drafted = 0
         self.num_held = 0
 

@@ -19,7 +19,7 @@ from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NO_DRAFTS, NoDrafts
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.limit import Capacity
-from vlm_batch.engine.memory import memory_of
+from vlm_batch.engine.memory import RowMemory
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.planning import Planner
 from vlm_batch.engine.pressure import MemoryGuard
@@ -97,7 +97,7 @@ class BatchGenerator:
         self._pace = Pace(policy)
         self.trial = Trial(self.adapter, kv, shapes)
         more = 0 if drafts.model is None else drafts.model.bytes_per_token
-        self.memory = memory_of(policy.max_bytes, batch.slabs, more)
+        self.memory = RowMemory(policy.max_bytes, batch.slabs, more)
         self.rows = Rows(
             batch, self.capacity, self.memory, self.reuse, policy.ageing_seconds
         )
@@ -117,6 +117,7 @@ class BatchGenerator:
             shapes,
             self.drafts,
             self.memory,
+            self._pace,
         )
         self.telling = Telling(
             self.rows, self.retry, self.reuse, self.text, self.drafts
@@ -218,7 +219,7 @@ class BatchGenerator:
         self._has_worked = bool(before)
         plan = self._planner.decode()
         self._give_way(plan)
-        self._begin_patience()
+        self.telling.begin()
         decoded: tuple[list[Part], list[Part]] = [], []
         if not plan.is_still:
             before = self._draft(before)
@@ -237,10 +238,6 @@ class BatchGenerator:
         self._time_drafts(is_alone=not (plan.is_still or others or encoding))
         self._record(begin, encoding, num_decoding, num_tokens)
         return self._tell()
-
-    def _begin_patience(self) -> None:
-        has_others = not all(row.answer.guide.rules for row in self.rows.batch.rows)
-        self.telling.patience.begin(beside_others=has_others)
 
     def _draft(self, before: list[Flight | Part]) -> list[Flight | Part]:
         """Let rows draft, if it pays. That needs their last tokens, so what is launched is read; returns what is not."""
@@ -381,6 +378,7 @@ class BatchGenerator:
             self.capacity.pause()
             return
         seconds = time.perf_counter() - begin - encoding
+        tokens += self._pace.end_step()
         if has_decoded:
             self.telling.patience.end(seconds)
             self._pace.record(seconds, tokens)

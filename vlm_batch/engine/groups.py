@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vlm_batch.caches import LayerCache, Placement
-from vlm_batch.engine.batch import NO_BATCH, DecodeBatch, NoBatch, next_length
+from vlm_batch.engine.batch import DecodeBatch, next_length
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import Shapes
 
@@ -44,18 +44,27 @@ class DecodeGroups:
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
-    def of(self, row: Row) -> NoBatch:
-        """Return a row's group."""
+    def of(self, row: Row) -> DecodeBatch | None:
+        """Return a row's group, if it has a place."""
         for group in self.groups:
             if row in group.places:
                 return group
-        return NO_BATCH
+        return None
 
     def take(self, row: Row) -> list[Any]:
-        """Take a row out of its group, with its caches."""
-        caches = self.of(row).take(row)
+        """Take a row out of its group, with its caches. One without a place has them still."""
+        group = self.of(row)
+        if group is None:
+            return row.prompt.cache
+        caches = group.take(row)
         self.leave(row)
         return caches
+
+    def keep(self, row: Row, kept: int) -> None:
+        """Keep ``kept`` positions of a row with a place in the last forward."""
+        group = self.of(row)
+        if group is not None:
+            group.keep(row, kept)
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a row a place in the first group that takes it, else in a new one."""
@@ -94,9 +103,8 @@ class DecodeGroups:
         found: list[Row] = []
         for group in self.groups:
             for row in group.rows:
-                least = self._shapes.least_columns(next_length(row))
                 is_elsewhere = row.is_suspect is not group.is_apart
-                if is_elsewhere or least != group.least:
+                if is_elsewhere or self._least_columns(row) != group.least:
                     found.append(row)
         return found
 
@@ -127,8 +135,12 @@ class DecodeGroups:
 
     def leave(self, row: Row) -> None:
         """Free a row's place, if it has one."""
-        self.of(row).leave(row)
-        self.groups = tuple(group for group in self.groups if group.rows)
+        group = self.of(row)
+        if group is None:
+            return
+        group.leave(row)
+        if not group.rows:
+            self.groups = tuple(one for one in self.groups if one is not group)
 
     def drop(self, rows: Iterable[Row]) -> list[Row]:
         """Drop these rows' groups. Returns all rows in them."""

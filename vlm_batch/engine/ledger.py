@@ -58,7 +58,9 @@ class Ledger:
         self._ordered: dict[Stage, tuple[Row, ...]] = {}
         self._lines: dict[int, list[Row]] | None = None
         self._placed: Counter[int] | None = None
-        self._inbox = _Inbox()
+        # rows in the inbox, which may be many; those that have left it are dropped when they come first
+        self._heaps: dict[tuple[Hashable, bool, int], list[tuple[float, int, Row]]] = {}
+        self._arrivals = itertools.count()
         #: Answers that each client has asked for and not got.
         self.asked: Counter[int] = Counter()
 
@@ -114,7 +116,15 @@ class Ledger:
 
     def heads(self) -> list[Row]:
         """Return the most urgent row in the inbox of each lane, kind of media and client."""
-        return self._inbox.heads()
+        found: list[Row] = []
+        for key, heap in tuple(self._heaps.items()):
+            while heap and heap[0][2].stage is not Stage.INBOX:
+                heapq.heappop(heap)
+            if heap:
+                found.append(heap[0][2])
+            else:
+                del self._heaps[key]
+        return found
 
     def add(self, row: Row, stage: Stage) -> None:
         """Enter a new row. Raises ValueError for an id in use."""
@@ -126,7 +136,8 @@ class Ledger:
         if stage is not Stage.READY:  # further answers were counted with the first
             self.asked[row.client] += 1 + len(row.siblings)
         if stage is Stage.INBOX:
-            self._inbox.add(row, self.urgency(row))
+            heap = self._heaps.setdefault((row.lane, row.has_videos, row.client), [])
+            heapq.heappush(heap, (self.urgency(row), next(self._arrivals), row))
         self._enter(row, stage)
 
     def move(self, row: Row, stage: Stage) -> None:
@@ -167,26 +178,3 @@ class Ledger:
             self._lines = None
         elif stage in PLACED:
             self._placed = None
-
-
-class _Inbox:
-    """Heaps of the rows in the inbox, which may be many. Rows that have left it are dropped when they come first."""
-
-    def __init__(self) -> None:
-        self._heaps: dict[tuple[Hashable, bool, int], list[tuple[float, int, Row]]] = {}
-        self._arrivals = itertools.count()
-
-    def add(self, row: Row, urgency: float) -> None:
-        heap = self._heaps.setdefault((row.lane, row.has_videos, row.client), [])
-        heapq.heappush(heap, (urgency, next(self._arrivals), row))
-
-    def heads(self) -> list[Row]:
-        found = []
-        for key, heap in tuple(self._heaps.items()):
-            while heap and heap[0][2].stage is not Stage.INBOX:
-                heapq.heappop(heap)
-            if heap:
-                found.append(heap[0][2])
-            else:
-                del self._heaps[key]
-        return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 
 from vlm_batch.policy import Policy
 
@@ -12,17 +11,7 @@ from vlm_batch.policy import Policy
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-@dataclass
-class NoLimit:
-    """Of an engine that is told how many rows may live."""
-
-    rows: int
-
-    def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> None:
-        """Record a step that only decoded."""
-
-
-class RowLimit(NoLimit):
+class RowLimit:
     """Finds the number of ``rows`` at which a step costs least per row.
 
     While others wait, it tries the next number of ``LADDER`` and compares medians of ``STEPS`` steps. It stays if the
@@ -57,6 +46,7 @@ class RowLimit(NoLimit):
         self._rests_until = 0
 
     def record(self, rows: int, seconds: float, *, are_waiting: bool = True) -> None:
+        """Record a step that only decoded."""
         self._count += 1
         if rows != self._at:
             self._at, self._times = rows, []
@@ -100,7 +90,8 @@ class Capacity:
 
     def __init__(self, policy: Policy) -> None:
         self.most_rows = policy.max_rows or policy.most_rows
-        self.limit = NoLimit(self.most_rows)
+        #: None where it is said how many rows may live.
+        self.limit: RowLimit | None = None
         if not policy.max_rows:
             first, gap = policy.first_rows, policy.token_gap
             self.limit = RowLimit(first, self.most_rows, gap=gap)
@@ -113,7 +104,8 @@ class Capacity:
 
     @property
     def num_places(self) -> int:
-        return min(self.most_live, self.limit.rows, self.ceiling)
+        most = min(self.most_live, self.ceiling)
+        return most if self.limit is None else min(most, self.limit.rows)
 
     def pause(self) -> None:
         """Note a step without a forward: the next one is not timed."""
@@ -124,7 +116,7 @@ class Capacity:
     ) -> None:
         """Record a step. The limit counts decode-only steps that follow another."""
         was_plain, self._is_plain = self._is_plain, not tokens
-        if tokens or not was_plain:
+        if self.limit is None or tokens or not was_plain:
             return
         may_grow = are_waiting and self.most_live > self.limit.rows
         self.limit.record(rows, seconds, are_waiting=may_grow)

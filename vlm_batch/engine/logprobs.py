@@ -131,29 +131,7 @@ def largest(values: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(ids, found, axis=-1)
 
 
-class NoScores:
-    """Of a row that does not ask for its prompt's log-probabilities."""
-
-    #: Whether they are asked for.
-    are_asked = False
-
-    def add(self, logits: mx.array, end: int) -> list[mx.array]:
-        """Add logits (R, V) of positions before ``end``. Returns arrays to evaluate."""
-        return []
-
-    def has_nan(self) -> bool:
-        """Return whether a value is no number."""
-        return False
-
-    def read(self) -> tuple[TokenLogprobs | None, ...]:
-        """Return each position's value."""
-        return ()
-
-
-NO_SCORES = NoScores()
-
-
-class PromptScores(NoScores):
+class PromptScores:
     """Log-probabilities of a prompt's tokens, given those before.
 
     It leaves out the first position, pictures, tokens without a logit, and all but the first of an atomic span.
@@ -163,8 +141,6 @@ class PromptScores(NoScores):
         is_text: (L,), False at pictures.
         vocabulary: number of tokens with a logit.
     """
-
-    are_asked = True
 
     def __init__(
         self,
@@ -189,6 +165,7 @@ class PromptScores(NoScores):
         return bool(self._said.any())
 
     def add(self, logits: mx.array, end: int) -> list[mx.array]:
+        """Add logits (R, V) of positions before ``end``. Returns arrays to evaluate."""
         first = end - logits.shape[0]
         # later ids occur in prompts only
         size = min(logits.shape[1], self._vocabulary or logits.shape[1])
@@ -209,10 +186,12 @@ class PromptScores(NoScores):
         return found.arrays()
 
     def has_nan(self) -> bool:
+        """Return whether a value is no number."""
         values = [one.logprob for one in self.read() if one is not None]
         return any(map(math.isnan, values))
 
     def read(self) -> tuple[TokenLogprobs | None, ...]:
+        """Return each position's value."""
         if self._read is not None:
             return self._read
         read: list[TokenLogprobs | None] = [None] * len(self._ids)

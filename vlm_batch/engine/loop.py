@@ -282,8 +282,8 @@ class EngineLoop:
 
     def _add(self, row: Row) -> None:
         try:
-            if row.siblings or row.asked is not None:
-                several = _several(row)
+            several = _several(row)
+            if several is not None:
                 self._several.update(dict.fromkeys(several.row_ids, several))
             self.generator.rows.add(row)
         except BaseException as error:  # the generator does not know the row
@@ -292,8 +292,7 @@ class EngineLoop:
 
     def _cancel(self, request_id: str) -> None:
         self._cancelling.discard(request_id)
-        several = self._several.get(request_id)
-        for row_id in (request_id,) if several is None else several.row_ids:
+        for row_id in self._row_ids(request_id):
             self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
@@ -358,15 +357,17 @@ class EngineLoop:
         self._receiver = handle
         if event.result is not None:
             del self._alive[event.request_id]
-            if several is not None:
-                self._forget_several(event.request_id)
+            self._forget_several(event.request_id)
         handle.push(event)
         self._receiver = None
 
-    def _forget_several(self, request_id: str) -> None:
+    def _row_ids(self, request_id: str) -> Sequence[str]:
         several = self._several.get(request_id)
-        for row_id in () if several is None else several.row_ids:
-            del self._several[row_id]
+        return (request_id,) if several is None else several.row_ids
+
+    def _forget_several(self, request_id: str) -> None:
+        for row_id in self._row_ids(request_id):
+            self._several.pop(row_id, None)
 
 
 def _terms(request: Request) -> Terms:
@@ -380,11 +381,11 @@ def _terms(request: Request) -> Terms:
     )
 
 
-def _several(row: Row) -> Several:
-    """Return what makes one request of a row and its siblings."""
-    if row.asked is not None:
-        return Scoring(row)
-    return Several(row.request_id, row.params.n)
+def _several(row: Row) -> Several | None:
+    """Return what makes one request of a row and its siblings, if it will have some."""
+    if row.answer.path is not None:
+        return Scoring(row.request_id, row.answer.path.request)
+    return Several(row.request_id, row.params.n) if row.siblings else None
 
 
 def _gone_event(request_id: str, reason: str) -> Event:

@@ -25,48 +25,23 @@ STEPS_OF_ENCODING = 2
 PROBE = 256
 
 
-class NoBound:
-    """Of an engine whose rows may take any memory."""
-
-    #: Most bytes of live rows.
-    max_bytes: int | None = None
-
-    def probe(self, trial: Trial) -> None:
-        """Learn a row's bytes from a made-up prompt, or the first row if the family needs a picture."""
-
-    def learn(self, caches: Sequence[Any], seen: int) -> None:
-        """Learn a row's bytes from its caches of ``seen`` tokens."""
-
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Return whether rows with so many tokens fit together."""
-        return True
-
-    def is_look_due(self) -> bool:
-        """Count a step; return whether rows may have outgrown what they were checked for."""
-        return False
-
-    def check(self, row: Row) -> None:
-        """Raise DoesNotFit for a row that never fits."""
-
-    def check_length(self, length: int, how: str = "at least ") -> None:
-        """Raise DoesNotFit for a prompt that never fits. Safe from any thread."""
-
-
-class RowMemory(NoBound):
+class RowMemory:
     """Bytes of live rows under a bound, before they enter. Engine's thread only.
 
     Args:
+        max_bytes: None: no bound, for which nothing is learned.
         slabs: returns the (places, columns) of rows of these lengths.
         more: bytes per token outside the batch's layers.
     """
 
     def __init__(
         self,
-        max_bytes: int,
+        max_bytes: int | None,
         slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
         more: int = 0,
     ) -> None:
-        self.max_bytes: int = max_bytes
+        self.max_bytes = max_bytes
+        self._most_bytes = math.inf if max_bytes is None else max_bytes
         self._slabs = slabs
         self._more = more
         #: Bytes at each of LENGTHS; rows with layers of their own for pictures count as the largest seen.
@@ -76,6 +51,9 @@ class RowMemory(NoBound):
         self._is_probed = False  # known from a prompt without pictures, not from a row
 
     def probe(self, trial: Trial) -> None:
+        """Learn a row's bytes from a made-up prompt, or the first row if the family needs a picture."""
+        if self.max_bytes is None:
+            return
         try:
             _, caches, seen = trial.prefilled([trial.prompt(PROBE)], is_whole=False)
             self.learn(caches, seen)
@@ -84,6 +62,9 @@ class RowMemory(NoBound):
         self._is_probed = True
 
     def learn(self, caches: Sequence[Any], seen: int) -> None:
+        """Learn a row's bytes from its caches of ``seen`` tokens."""
+        if self.max_bytes is None:
+            return
         known = () if self._is_probed else self._at
         self._is_probed = False
 
@@ -115,9 +96,13 @@ class RowMemory(NoBound):
         return sum(places * self.of(tokens) for places, tokens in slabs)
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        return self.together(lengths) <= self.max_bytes
+        """Return whether rows with so many tokens fit together."""
+        return self.together(lengths) <= self._most_bytes
 
     def is_look_due(self) -> bool:
+        """Count a step; return whether rows may have outgrown what they were checked for."""
+        if self.max_bytes is None:
+            return False
         self._until_look -= 1
         if self._until_look > 0:
             return False
@@ -125,13 +110,15 @@ class RowMemory(NoBound):
         return True
 
     def check(self, row: Row) -> None:
+        """Raise DoesNotFit for a row that never fits."""
         self.check_length(tokens(row), "")
 
     def check_length(self, length: int, how: str = "at least ") -> None:
+        """Raise DoesNotFit for a prompt that never fits. Safe from any thread."""
         needed = self.together([length])
-        if needed <= self.max_bytes:
+        if needed <= self._most_bytes:
             return
-        most = f"max_bytes is {self.max_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
+        most = f"max_bytes is {self._most_bytes / 1e6:,.1f} MB, which {self._most_tokens():,} tokens fit into"
         raise DoesNotFit(
             f"the request has {how}{length:,} tokens (pictures included), whose keys and values take "
             f"{needed / 1e6:,.1f} MB; {most}"
@@ -141,27 +128,22 @@ class RowMemory(NoBound):
         least, most = 0, LENGTHS[-1]
         while least < most:
             middle = (least + most + 1) // 2
-            if self.together([middle]) <= self.max_bytes:
+            if self.fits([middle]):
                 least = middle
             else:
                 most = middle - 1
         return least
 
 
-def memory_of(
-    max_bytes: int | None,
-    slabs: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
-    more: int = 0,
-) -> NoBound:
-    """Return the memory of an engine's rows; see ``RowMemory``."""
-    if max_bytes is None:
-        return NoBound()
-    return RowMemory(max_bytes, slabs, more)
-
-
 def tokens(row: Row) -> int:
-    """Return a row's positions: prompt, and answer so far."""
-    return row.facts.length + max(row.answer.num_sampled, len(row.answer.token_ids))
+    """Return a row's positions: prompt, and answer so far, or all that it will say where it scores options.
+
+    Those take many positions at a time, and could outgrow the bound before the next look at grown rows.
+    """
+    answer = row.answer
+    if answer.path is not None:
+        return row.facts.length + answer.max_tokens
+    return row.facts.length + max(answer.num_sampled, len(answer.token_ids))
 
 
 class Sizes:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, AskedLogprobs
-from vlm_batch.engine.paths import Asked, Path, paths_of
-from vlm_batch.engine.row import Row, fork, siblings_of
+from vlm_batch.engine.logprobs import AskedLogprobs
+from vlm_batch.engine.memory import RowMemory
+from vlm_batch.engine.paths import Options, Path, paths_of
+from vlm_batch.engine.row import Answer, Row, fork, siblings_of
 from vlm_batch.engine.sampling import Sampled
 from vlm_batch.engine.several import Several
 from vlm_batch.engine.text import AnswerText
-from vlm_batch.errors import InvalidOption, describe
+from vlm_batch.errors import DoesNotFit, InvalidOption, describe
 from vlm_batch.records import OptionTokens
 from vlm_batch.types import (
     Event,
@@ -28,10 +28,6 @@ from vlm_batch.types import (
     Result,
     SamplingParams,
 )
-
-if TYPE_CHECKING:
-    from vlm_batch.adapters.base import Adapter
-    from vlm_batch.engine.batch import DecodeBatch
 
 #: Tokens that a tokenizer may write beside those of a text's bytes.
 BESIDE = 16
@@ -55,52 +51,68 @@ def give_options(row: Row, options: Sequence[OptionTokens]) -> None:
     """Have a row score options, if there are any. Their tokens may follow once they are known."""
     if not options:
         return
-    if row.asked is None:
-        row.asked = Asked(options)
-    row.asked.options = options
+    if row.answer.path is None:
+        row.answer.path = Path(Options())
+    row.answer.path.request.tokens = list(options)
+
+
+def expect_options(row: Row, path: Path, memory: RowMemory) -> None:
+    """Note how many tokens an encoded row will say. Options that never fit into memory behind its prompt fail alone."""
+    answer = row.answer
+    if path.options:  # it is computed again
+        answer.max_tokens = path.num_positions
+        return
+    longest = 1
+    for index, option in enumerate(path.request.tokens):
+        length = len(option.tokens)
+        try:
+            memory.check_length(row.facts.length + length, "with this option ")
+            longest = max(longest, length)
+        except DoesNotFit as error:
+            path.request.tokens[index] = replace(option, error=error)
+    answer.max_tokens = min(answer.max_tokens, longest)
 
 
 # Of a prefilled row -----------------------------------------------------------------------------------------------------
 
 
-def begin_options(row: Row, size: int) -> Sequence[Row]:
+def begin_options(row: Row, own: Path, size: int) -> Sequence[Row]:
     """Give a prefilled row its path, and each further path a sibling. Returns the siblings.
 
     Args:
+        own: the row's path, which leads nowhere yet, unless the row was computed before.
         size: tokens that the model says.
 
     Raises:
         InvalidOption: no option can be scored.
     """
-    own = row.answer.path
-    if own is not None:  # it was computed again
-        row.answer.take_path(own)
+    if own.options:  # it was computed again
         return ()
-    assert row.asked is not None
-    first, *others = _paths(row, row.asked, size)
-    siblings = siblings_of(row, len(others))
+    request = own.request
+    paths = _paths(row, request, size)
+    siblings = siblings_of(row, len(paths) - 1)
     fork(row, siblings)
-    for one, path in zip((row, *siblings), (first, *others), strict=True):
-        one.asked = row.asked
-        one.answer.take_path(path)
-        row.asked.paths[one.request_id] = path
+    for one, path in zip((row, *siblings), paths, strict=True):
+        one.answer.path = path
+        one.answer.max_tokens = path.num_positions
+        request.paths[one.request_id] = path
     return siblings
 
 
-def _paths(row: Row, asked: Asked, size: int) -> list[Path]:
+def _paths(row: Row, request: Options, size: int) -> list[Path]:
     """Return the paths to options that can be scored. Raises InvalidOption if there is none."""
     right: dict[int, tuple[int, ...]] = {}
     errors: list[Exception] = []
-    for index, option in enumerate(asked.options):
+    for index, option in enumerate(request.tokens):
         error = _error_of(row, option, size)
         if error is None:
             right[index] = option.tokens
         else:
             errors.append(error)
-            asked.fail(index, describe(error))
+            request.fail(index, describe(error))
     if not right:
         raise errors[0]
-    return paths_of(right)
+    return paths_of(request, right)
 
 
 def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
@@ -124,16 +136,15 @@ def _error_of(row: Row, option: OptionTokens, size: int) -> Exception | None:
 # In a step --------------------------------------------------------------------------------------------------------------
 
 
-def look_ahead(group: DecodeBatch, adapter: Adapter) -> None:
-    """Have rows with paths take several tokens in the group's next forward, as far as there is room."""
-    saying = [row.answer for row in group.rows if row.answer.path is not None]
-    if not saying:
-        return
-    most = POSITIONS_TOGETHER if adapter.can_draft else 1
-    room = min(most // len(group), group.room)
-    for answer in saying:
-        assert answer.path is not None
-        answer.path.look_ahead(answer.num_sampled, max(0, room - 1))
+def look_ahead(answers: Sequence[Answer], most: int) -> int:
+    """Have answers with paths take up to ``most`` tokens more in their next forward. Returns the number of all these."""
+    count = 0
+    for answer in answers:
+        path, said = answer.path, answer.num_sampled
+        assert path is not None
+        path.ahead = path.tokens[said : said + most]
+        count += len(path.ahead)
+    return count
 
 
 def said_on_paths(rows: Sequence[Row], logits: mx.array) -> Sampled:
@@ -158,17 +169,15 @@ def said_on_paths(rows: Sequence[Row], logits: mx.array) -> Sampled:
     return Sampled(tokens, told.highest, told, range(len(rows)))
 
 
-def score(row: Row, text: AnswerText) -> None:
+def score(row: Row, path: Path, text: AnswerText) -> None:
     """Score the options of a row whose path was read to its end."""
-    asked, path = row.asked, row.answer.path
-    assert asked is not None and path is not None
     for index in path.options:
-        option = asked.options[index]
+        option = path.request.tokens[index]
         shown = option.given
         if not isinstance(shown, str):
             decode = text.decoder(row.params.skip_special_tokens)
             shown = decode(option.tokens)
-        asked.score(index, row.answer.logprobs, len(shown.encode()))
+        path.request.score(index, row.answer.logprobs, len(shown.encode()))
 
 
 # The request ------------------------------------------------------------------------------------------------------------
@@ -180,19 +189,18 @@ _ENDS = ("cancelled", "length", "stop", "error")
 class Scoring(Several):
     """A request with options: one result, once the row of every path has ended."""
 
-    def __init__(self, row: Row) -> None:
-        assert row.asked is not None
-        self._asked = row.asked
+    def __init__(self, request_id: str, options: Options) -> None:
+        self._options = options
         self._ends: dict[str, Result] = {}
         # no more paths than options
-        super().__init__(row.request_id, len(row.asked.options))
+        super().__init__(request_id, len(options.tokens))
 
     def take(self, event: Event) -> Event | None:
         if event.result is None:
             return None
         self._ends[event.request_id] = event.result
         # without paths, the prompt's row has ended before
-        for row_id in self._asked.paths:
+        for row_id in self._options.paths:
             if row_id not in self._ends:
                 return None
         return Event(self.request_id, result=self._scored())
@@ -210,14 +218,14 @@ class Scoring(Several):
         if found.error is None:
             found = replace(found, finish_reason="stop")
         self._fail_unscored(first)
-        scores = self._asked.scores
+        scores = self._options.scores
         return replace(found, options=tuple(scores[at] for at in sorted(scores)))
 
     def _fail_unscored(self, first: Result) -> None:
         """Give each option without a score the error of its row, or of the prompt's."""
-        ended = dict.fromkeys(range(len(self._asked.options)), first)
-        for row_id, path in self._asked.paths.items():
+        ended = dict.fromkeys(range(len(self._options.tokens)), first)
+        for row_id, path in self._options.paths.items():
             ended |= dict.fromkeys(path.options, self._ends[row_id])
         for index, end in ended.items():
-            if index not in self._asked.scores:
-                self._asked.fail(index, end.error)
+            if index not in self._options.scores:
+                self._options.fail(index, end.error)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from vlm_batch.engine.row import Row
 from vlm_batch.records import PromptKey
 from vlm_batch.store.prefix import NoPrefixCache
 from vlm_batch.store.saved import common_length
-
-if TYPE_CHECKING:
-    from vlm_batch.engine.row import Row
 
 
 class Overlap:
@@ -37,7 +33,3 @@ class Overlap:
             self._in_cache = 0 if found is None else found.length
             self._version = prefix.version
         return self._in_cache
-
-    def clear(self) -> None:
-        """Let go of other rows."""
-        self._with_rows.clear()

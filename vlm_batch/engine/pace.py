@@ -1,4 +1,4 @@
-"""Prompt tokens beside a decode step, by measured times."""
+"""Prompt tokens and options' tokens beside a decode step, by measured times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ class Pace:
     """Chooses a step's prompt tokens: decoding rows get a token every ``token_gap`` seconds.
 
     Steps save up for a ``smallest_chunk``, since a forward has a fixed cost. A row that waits w seconds for its first
-    token may delay others by w / ``PATIENCE``, up to ``stretch`` gaps.
+    token may delay others by w / ``PATIENCE``, up to ``stretch`` gaps. Options share the decode forward, and save up for
+    nothing; what they take of a step is not left for prompts.
     """
 
     PATIENCE = 5
@@ -19,13 +20,25 @@ class Pace:
     SMOOTHING = 0.3
     LONGEST_RUN = 4  # steps
     LONGEST_SAVING = 4  # steps
+    # options have this part of a smallest chunk, however slow decoding is
+    LEAST_PART = 16
 
     def __init__(self, config: Policy) -> None:
         self._config = config
         self._decode_seconds = 0.0
-        self._tokens_per_second = 0.0
+        # smoothed, of runs of steps beside which prompts were computed
+        self._prompt_seconds = self._prompt_tokens = 0.0
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
+        # options' tokens: of this step's forward, and since prompts had a chunk
+        self._ahead = self._ahead_while_saving = 0
+
+    @property
+    def _tokens_per_second(self) -> float:
+        """Measured prompt tokens; 0 if unknown. A short run, whose time is mostly chance, weighs little."""
+        if not self._prompt_seconds:
+            return 0.0
+        return self._prompt_tokens / self._prompt_seconds
 
     @property
     def longest_rest(self) -> float:
@@ -38,6 +51,24 @@ class Pace:
         config = self._config
         fits = int(self.longest_rest * self._tokens_per_second)
         return min(max(fits, config.smallest_chunk), config.idle_budget)
+
+    def room_ahead(self, *, is_decoding: bool) -> int:
+        """Return how many tokens options may have in a forward, beside rows whose next tokens somebody awaits or not."""
+        config, rate = self._config, self._tokens_per_second
+        if not is_decoding:
+            return config.idle_budget
+        fits = int((config.token_gap - self._decode_seconds) * rate)
+        room = max(fits, config.smallest_chunk // self.LEAST_PART)
+        if not rate:
+            room = self.FIRST_CHUNK
+        if config.prefill_budget is not None:
+            room = config.prefill_budget
+        return max(room - self._ahead, 0)
+
+    def note_ahead(self, tokens: int) -> None:
+        """Note options' tokens in the step's forwards."""
+        self._ahead += tokens
+        self._ahead_while_saving += tokens
 
     def budget(
         self,
@@ -53,18 +84,18 @@ class Pace:
             waited: their longest wait, seconds.
             encoding: seconds spent on pictures.
         """
-        config = self._config
-        rate = self._tokens_per_second
-        most = self._config.idle_budget
+        config, rate, most = (
+            self._config,
+            self._tokens_per_second,
+            self._config.idle_budget,
+        )
         if not is_decoding:
-            self._saved_steps = 0
-            return (
-                min(most, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate)))
-                if rate
-                else most
-            )
+            self._begin_saving()
+            if not rate:
+                return most
+            return min(most, max(self.FIRST_CHUNK, int(self.IDLE_SECONDS * rate)))
         if config.prefill_budget is not None:
-            return config.prefill_budget
+            return max(config.prefill_budget - self._ahead, 0)
         if not rate:
             return min(self.FIRST_CHUNK, most)
         self._saved_steps += 1
@@ -75,12 +106,20 @@ class Pace:
         room = self._saved_steps * max(gap - self._decode_seconds, 0.0)
         if not config.encode_seconds:
             room = max(room - encoding, 0.0)
-        fits = int(room * rate)
+        fits = int(room * rate) - self._ahead_while_saving
         enough = min(pending, config.smallest_chunk)
         if fits < enough and self._saved_steps < self.LONGEST_SAVING:
             return 0
-        self._saved_steps = 0
+        self._begin_saving()
         return min(max(fits, enough), most)
+
+    def _begin_saving(self) -> None:
+        self._saved_steps = self._ahead_while_saving = 0
+
+    def end_step(self) -> int:
+        """Return the options' tokens of this step, and begin the next."""
+        ahead, self._ahead = self._ahead, 0
+        return ahead
 
     def record(self, seconds: float, tokens: int) -> None:
         """Record a step. One with prompts is timed with the next, which waits for a GPU's work."""
@@ -94,9 +133,8 @@ class Pace:
             spent = max(
                 self._run_seconds - self._run_steps * self._decode_seconds, 1e-6
             )
-            self._tokens_per_second = self._smooth(
-                self._tokens_per_second, self._run_tokens / spent
-            )
+            self._prompt_seconds = self._smooth(self._prompt_seconds, spent)
+            self._prompt_tokens = self._smooth(self._prompt_tokens, self._run_tokens)
             self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
 
     def _smooth(self, old: float, new: float) -> float:

@@ -8,7 +8,7 @@ from functools import partial
 
 from vlm_batch.engine import schedule
 from vlm_batch.engine.ledger import PLACED, WAITING
-from vlm_batch.engine.memory import NoBound, tokens
+from vlm_batch.engine.memory import RowMemory, tokens
 from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Row, Stage
@@ -28,7 +28,7 @@ class Planner:
         self,
         rows: Rows,
         runner: Runner,
-        memory: NoBound,
+        memory: RowMemory,
         reuse: Reuse,
         pace: Pace,
         policy: Policy,
@@ -145,11 +145,14 @@ class Planner:
             return schedule.NO_PROMPTS
         has_encoded = seconds > 0
         free, ahead = self._rows.num_free, self._policy.encode_ahead
+        lines = self._lines(free + ahead)
+        for client in self._resting:
+            lines.pop(client, None)
         placed = self._ledger.at(Stage.PREFILL, Stage.DECODE)
         ready = self._ledger.at(Stage.READY)
         view = schedule.PromptsView(
             clients=self._rows.clients(),
-            lines=self._without_resting(self._lines(free + ahead)),
+            lines=lines,
             live=[tokens(row) for row in placed],
             held={row.request_id: tokens(row) for row in ready},
             free=free,
@@ -209,11 +212,6 @@ class Planner:
                 left -= not waits
             lines[client] = line
         return lines
-
-    def _without_resting(
-        self, lines: dict[int, list[schedule.WaitingRow]]
-    ) -> dict[int, list[schedule.WaitingRow]]:
-        return {one: line for one, line in lines.items() if one not in self._resting}
 
     def _may_encode(self, request_id: str) -> bool:
         """Return whether the encoder has room for a row's pictures beside other rows."""

@@ -39,8 +39,6 @@ class MemoryGuard:
     Args:
         least: share of the memory that is to stay free; 0 does not look.
         kept: memory for later requests.
-        read: returns the system's figures; None if unknown.
-        clock: seconds.
     """
 
     def __init__(
@@ -50,17 +48,15 @@ class MemoryGuard:
         retry: Retry,
         kept: ByteBudget,
         least: float,
-        *,
-        read: Callable[[], Available | None] = available,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rows = rows
         self._capacity = capacity
         self._retry = retry
         self._kept = kept
         self._least = least
-        self.read = read
-        self.clock = clock
+        # the system's figures; None if unknown
+        self.read: Callable[[], Available | None] = available
+        self.clock: Callable[[], float] = time.monotonic
         self._next = 0.0  # time of the next look
         self._looks = 0  # since the pressure began
         self._since = 0.0

@@ -68,7 +68,8 @@ class Retry:
 
     def _is_apart(self, row: Row) -> bool:
         """Return whether a row has failed before, and was alone for that."""
-        return self._rows.batch.of(row).is_apart or row.is_suspect
+        group = self._rows.batch.of(row)
+        return row.is_suspect or (group is not None and group.is_apart)
 
     def made(self, made: Iterable[Made | Failed]) -> Iterator[Made]:
         """Yield what was made; settle what failed."""
@@ -116,8 +117,6 @@ class Retry:
 
     def _begin_again(self, row: Row, error: BaseException) -> None:
         """Put a row back in line; end it if its inputs are gone."""
-        if row.has_ended:
-            return
         if not row.given:
             self._rows.end(row, "error", error)
             return

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.checks import whole_option
+from vlm_batch.engine.overlap import Overlap
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.errors import InvalidCache, describe
@@ -129,6 +131,8 @@ class Reuse:
         self.budget = self.prefix.budget if budget is None else budget
         self.identity = identity or Identity("")
         self._ended: list[SavedRow] = []  # launched, perhaps not computed yet
+        # of rows that wait for others
+        self._overlaps: WeakKeyDictionary[Row, Overlap] = WeakKeyDictionary()
 
     def close(self) -> None:
         """Write kept rows to files and free the memory."""
@@ -184,7 +188,7 @@ class Reuse:
         key = self._key_or_none(row)
         if key is None:
             return False
-        overlap = row.reuse.overlap
+        overlap = self._overlaps.setdefault(row, Overlap())
         coming = 0
         for other in others:
             coming = max(coming, overlap.shared_with(other, key))
@@ -231,7 +235,7 @@ class Reuse:
         """Give a row fresh or restored caches. Returns their positions. Raises InvalidCache if the user's does not fit."""
         row.prompt.cache = list(fresh)
         key = self._key_to_share(row)
-        row.reuse.overlap.clear()
+        self._overlaps.pop(row, None)
         if key is None:
             return 0
         found = self._match(row, key)
@@ -319,7 +323,7 @@ class Reuse:
 
     def wants_caches(self, row: Row) -> bool:
         """Return whether a prefilled row's caches are kept at its end."""
-        if row.reuse.key is None or row.asked is not None:
+        if row.reuse.key is None or row.answer.path is not None:
             return False
         if row.terms.returns_cache:
             return True

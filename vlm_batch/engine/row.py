@@ -14,11 +14,10 @@ import mlx.core as mx
 
 from vlm_batch.arrays import MOST_ON_HOST, as_mlx, num_bytes, on_host
 from vlm_batch.caches.states import LayerState
-from vlm_batch.engine.constraints import NO_GUIDE, NoGuide, Untold
+from vlm_batch.engine.constraints import NO_GUIDE, NoGuide
 from vlm_batch.engine.drafter import NO_DRAFTER, NoDrafter
-from vlm_batch.engine.logprobs import NO_SCORES, NoScores
-from vlm_batch.engine.overlap import Overlap
-from vlm_batch.engine.paths import Asked, Path
+from vlm_batch.engine.logprobs import PromptScores
+from vlm_batch.engine.paths import Path
 from vlm_batch.engine.sampling import NO_RULES, NOT_DRAWN, Drawn, RowRules
 from vlm_batch.engine.text import (
     NO_TEXT,
@@ -140,13 +139,8 @@ class Answer:
     path: Path | None = None  # for rows that score options
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_scores: NoScores = NO_SCORES
+    prompt_scores: PromptScores | None = None  # if they are asked for
     ending: Ending | None = None  # set when it is complete, until its row ends
-
-    @property
-    def untold(self) -> Untold | None:
-        """The next token, which its form still checks."""
-        return self.guide.untold
 
     @property
     def ahead(self) -> tuple[int, ...]:
@@ -156,7 +150,7 @@ class Answer:
     @property
     def said(self) -> list[int]:
         """Tokens that were read; its form may still hold the last."""
-        untold = self.untold
+        untold = self.guide.untold
         return self.token_ids if untold is None else [*self.token_ids, untold.token]
 
     @property
@@ -181,10 +175,6 @@ class Answer:
         known = self.said if self.path is None else self.path.tokens
         at = self.num_sampled - 1
         return known[at] if at < len(known) else None
-
-    def take_path(self, path: Path) -> None:
-        self.path = path
-        self.max_tokens = path.num_positions
 
     def drop_ahead(self) -> None:
         """Let the next forward take one token."""
@@ -252,7 +242,6 @@ class RowReuse:
     continues: PromptCache | None = None  # its user's
     key: PromptKey | None = None
     cached: int = 0  # positions taken from an earlier row
-    overlap: Overlap = field(default_factory=Overlap)  # with other prompts
     stops: tuple[int, ...] = ()  # ends of chunks, for snapshots
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     constant: dict[int, LayerState] = field(default_factory=dict)
@@ -277,7 +266,6 @@ class Row:
     reuse: RowReuse = field(default_factory=RowReuse)
     # further answers to its prompt, until that is prefilled
     siblings: tuple[Row, ...] = ()
-    asked: Asked | None = None  # options to score
     # its processor's output, to recompute it from, if that is kept
     given: Mapping[str, Any] = field(default_factory=dict)
     losses: int = 0  # number of times that it was recomputed
@@ -308,19 +296,15 @@ class Row:
         return self.stage is Stage.ENDED
 
     @property
-    def ends_next(self) -> bool:
-        """Whether its next token is its last, which no forward follows."""
-        return self.answer.num_sampled + 1 >= self.answer.max_tokens
-
-    @property
     def needs_place(self) -> bool:
         """Whether its next token needs a forward, as of one parked before its forward, or is followed by one."""
-        return self.prompt.logits is None or not self.ends_next
+        is_last = self.answer.num_sampled + 1 >= self.answer.max_tokens
+        return self.prompt.logits is None or not is_last
 
     @property
     def is_untold(self) -> bool:
         """Whether its form still checks its last token."""
-        return self.answer.untold is not None
+        return self.answer.guide.untold is not None
 
     @property
     def is_only_read(self) -> bool:
@@ -458,7 +442,7 @@ class Row:
     ) -> tuple[TokenLogprobs | None, ...] | None:
         """Return the prompt's log-probabilities, if they are asked for and all are there."""
         scores = self.answer.prompt_scores
-        if not scores.are_asked or reason == "error":
+        if scores is None or reason == "error":
             return None
         is_prefilled = reason == "length" or bool(self.answer.token_ids)
         return scores.read() if is_prefilled else None
@@ -467,7 +451,7 @@ class Row:
         """Drop all but the id: launched work may hold the row."""
         self.params = NO_PARAMS
         self.prompt, self.reuse, self.given = Prompt(), RowReuse(), {}
-        self.siblings, self.asked = (), None
+        self.siblings = ()
         self.losses = -1  # launched tokens are not for it
         self.answer, self.facts = new_answer(self.params), NO_FACTS
 

@@ -13,11 +13,10 @@ import mlx.core as mx
 
 from vlm_batch.arrays import num_bytes
 from vlm_batch.checks import check_within
-from vlm_batch.engine.constraints import Untold
 from vlm_batch.engine.groups import DecodeGroups
 from vlm_batch.engine.ledger import AHEAD, Ledger
 from vlm_batch.engine.limit import Capacity
-from vlm_batch.engine.memory import NoBound, tokens
+from vlm_batch.engine.memory import RowMemory, tokens
 from vlm_batch.engine.options import begin_options
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
@@ -36,7 +35,7 @@ class Rows:
         self,
         batch: DecodeGroups,
         capacity: Capacity,
-        memory: NoBound,
+        memory: RowMemory,
         reuse: Reuse,
         ageing_seconds: float,
     ) -> None:
@@ -71,7 +70,7 @@ class Rows:
         if not self.is_decoding:
             return False
         rows = self.ledger.tuple_at(Stage.DECODE, Stage.READY, Stage.LAST)
-        return any(row.asked is None for row in rows)
+        return any(row.answer.path is None for row in rows)
 
     @property
     def num_pending(self) -> int:
@@ -94,14 +93,10 @@ class Rows:
         """Bytes kept to recompute rows from. Thread-safe."""
         return sum(num_bytes(row.given) for row in self.ledger.tuple_at(*Stage))
 
-    def untold(self) -> list[tuple[Row, Untold]]:
-        """Return the rows whose forms still check their last token, with that."""
-        found: list[tuple[Row, Untold]] = []
-        for row in self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST):
-            untold = row.answer.guide.untold
-            if untold is not None:
-                found.append((row, untold))
-        return found
+    def untold(self) -> list[Row]:
+        """Return the rows whose forms still check their last token."""
+        rows = self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST)
+        return [row for row in rows if row.is_untold]
 
     def live(self) -> list[Row]:
         """Return the rows with places, the last in line at the end."""
@@ -169,8 +164,8 @@ class Rows:
         check_within("stop_token_ids", row.params.stop_token_ids, size)
         row.prompt.logits = logits
         siblings: Sequence[Row] = ()
-        if row.asked is not None:
-            siblings = begin_options(row, logits.shape[-1])
+        if row.answer.path is not None:
+            siblings = begin_options(row, row.answer.path, logits.shape[-1])
             self.ledger.asked[row.client] += len(siblings)
         elif row.siblings:
             fork(row, row.siblings)
@@ -210,7 +205,7 @@ class Rows:
         left: list[Any] = []
         if self._reuse.wants_caches(row):
             with keeping(row):
-                left = self.batch.of(row).take(row)
+                left = self.batch.take(row)
         self.batch.leave(row)
         row.prompt = Prompt(cache=left)
         self.ledger.move(row, Stage.LAST)

@@ -17,10 +17,11 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.decoding import Decoder
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.logprobs import POSITIONS_TOGETHER, PromptScores
-from vlm_batch.engine.memory import EncoderMemory, NoBound
-from vlm_batch.engine.options import look_ahead
+from vlm_batch.engine.memory import EncoderMemory, RowMemory
+from vlm_batch.engine.options import expect_options, look_ahead
+from vlm_batch.engine.pace import Pace
 from vlm_batch.engine.reuse import Reuse
-from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.row import Answer, Row, Stage
 from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.sampling import stages_of
 from vlm_batch.engine.schedule import PrefillRow
@@ -54,8 +55,10 @@ class Runner:
         kv: KVQuantisation | None,
         shapes: Shapes,
         drafts: NoDrafts,
-        memory: NoBound,
+        memory: RowMemory,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self.adapter = adapter
         self._memory = memory
         self._drafts = drafts
@@ -72,21 +75,31 @@ class Runner:
         """Launch a group's forward. A row whose next token depends on the last is a part of its own."""
         rows = group.rows
         group.lay_out()
-        look_ahead(group, self.adapter)
+        scoring = [row.answer for row in rows if row.answer.path is not None]
+        if scoring:
+            self._look_ahead(group, scoring)
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
         alone: set[Row] = set()
         for row in rows:
             answer = row.answer
             answer.num_fed = answer.num_sampled
-            if answer.path is not None:
-                answer.num_fed += len(answer.path.ahead)
             if answer.waits_for_token or answer.drafter.ahead:
                 alone.add(row)
+        for answer in scoring:
+            answer.num_fed += len(answer.ahead)
         if not alone:
-            return [Part(_each_position(rows), logits)]
+            return [Part(_each_position(rows) if scoring else rows, logits)]
         mx.async_eval(logits)
         return _split(rows, logits, alone)
+
+    def _look_ahead(self, group: DecodeBatch, scoring: Sequence[Answer]) -> None:
+        """Have rows that score options take several tokens in a group's next forward, as far as there is room."""
+        room = self._pace.room_ahead(is_decoding=self._rows.is_heard)
+        together = POSITIONS_TOGETHER if self.adapter.can_draft else 1
+        each = min(together // len(group), group.room) - 1
+        each = max(0, min(each, room // len(scoring)))
+        self._pace.note_ahead(look_ahead(scoring, each))
 
     # Pictures and prompts, encoded
 
@@ -145,13 +158,15 @@ class Runner:
         if params.prompt_logprobs is not None:
             answer.prompt_scores = self._scores(row, params.prompt_logprobs, encoded)
         self._check_length(row, encoded.length)
-        is_scored = answer.prompt_scores.are_asked
+        is_scored = answer.prompt_scores is not None
         prompt.is_shared = not is_scored and self._shapes.shares(encoded)
         prompt.inputs = {}
         prompt.encoded = encoded
         prompt.prefilled = cached
         row.facts = encoded.facts(with_ids=row.terms.returns_prompt_ids)
         self._begin_answer(row, encoded)
+        if answer.path is not None:
+            expect_options(row, answer.path, self._memory)
         if not row.clock.first_token:
             seconds = time.perf_counter() - begin
             row.clock.spent = replace(row.clock.spent, encode=seconds)
@@ -161,8 +176,16 @@ class Runner:
     def _check_length(self, row: Row, length: int) -> None:
         """Raise PromptTooLong."""
         limit, context = self._max_prompt_tokens, self.adapter.max_context
+        if limit is not None and length > limit:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens (pictures included); {limit} are taken",
+                advice=" (Limits.prompt_tokens)",
+            )
         least = min(1, row.params.max_tokens)
-        check_length(length, context, limit, least=least)
+        if context is not None and length + least > context:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens (pictures included); the model's context holds {context}"
+            )
 
     def _begin_answer(self, row: Row, encoded: Encoded) -> None:
         """Prepare what the choice of a row's tokens needs."""
@@ -209,7 +232,7 @@ class Runner:
     def _view(self, row: Row, now: float) -> PrefillRow:
         encoded, _ = row.prompt.to_prefill()
         stops = (*self._stops, *row.reuse.stops)
-        if row.answer.prompt_scores.are_asked:
+        if row.answer.prompt_scores is not None:
             together = 1
             if self.adapter.scores_chunks:
                 together = POSITIONS_TOGETHER
@@ -281,7 +304,7 @@ class Runner:
             return self._made(row, prompt.logits)
         encoded, cache = prompt.to_prefill()
         # else a forward per token
-        is_scored = scores.are_asked and self.adapter.scores_chunks
+        is_scored = scores is not None and self.adapter.scores_chunks
         is_whole = _is_shared(row, begin, end)
         count, stop, call = self._shapes.prefill_call(
             begin, [end], is_whole=is_whole, is_scored=is_scored
@@ -292,7 +315,7 @@ class Runner:
         if stop > end:
             trim(cache, stop - end)
         scored: list[mx.array] = []
-        if scores.are_asked:
+        if scores is not None:
             scored, logits = scores.add(logits, end), logits[-1:]
         prompt.prefilled = end
         return self._made(row, logits, scored)
@@ -424,18 +447,3 @@ def _keep_hidden(hidden: mx.array, rows: Sequence[Row], begin: int, end: int) ->
 
 def picture_bytes(row: Row) -> int:
     return row.prompt.nbytes if row.media.has_any else 0
-
-
-def check_length(
-    prompt: int, context: int | None, limit: int | None, *, least: int = 1
-) -> None:
-    """Raise PromptTooLong. ``least``: fewest tokens of the answer."""
-    if limit is not None and prompt > limit:
-        raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); {limit} are taken",
-            advice=" (Limits.prompt_tokens)",
-        )
-    if context is not None and prompt + least > context:
-        raise PromptTooLong(
-            f"the prompt has {prompt} tokens (pictures included); the model's context holds {context}"
-        )

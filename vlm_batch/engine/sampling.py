@@ -442,16 +442,15 @@ def _draw(scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]) -> mx.
 
 
 def _draw_sorted(
-    scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow]
+    scaled: mx.array,
+    noise: mx.array,
+    rows: Sequence[SamplingRow],
+    count: int = NUM_CANDIDATES,
 ) -> mx.array:
-    """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,)."""
-    return _draw_among(scaled, noise, rows, NUM_CANDIDATES)
+    """Draw with ``top_k`` or ``top_p`` from logits (R, V) -> (R,).
 
-
-def _draw_among(
-    scaled: mx.array, noise: mx.array, rows: Sequence[SamplingRow], count: int
-) -> mx.array:
-    """Sort ``count`` tokens first, and more for rows that may draw beyond them."""
+    It sorts ``count`` tokens first, and more for rows that may draw beyond them.
+    """
     # On a GPU the check that they suffice costs more than to sort all.
     size = scaled.shape[-1]
     if size <= 4 * count or mx.default_device().type == mx.DeviceType.gpu:
@@ -471,7 +470,7 @@ def _draw_among(
         if 2 * held >= row.params.top_p:
             more = count * MORE_CANDIDATES
         own = slice(index, index + 1)
-        again = _draw_among(scaled[own], noise[own], [row], more)
+        again = _draw_sorted(scaled[own], noise[own], [row], more)
         tokens = _merge(tokens, [index], again)
     return tokens
 

@@ -96,8 +96,6 @@ class FreeShapes:
 
     #: Whether a row may continue from any position, decoded ones included.
     goes_on_anywhere = True
-    #: Most positions of all rows in a decode forward.
-    most_positions = NO_LIMIT
     #: Settings that a saved row must share with the engine that continues it.
     settings: Mapping[str, str] = field(default_factory=dict, init=False)
 
@@ -245,6 +243,10 @@ class FreeShapes:
 
     def decode_call(self) -> Call:
         return Call()
+
+    def room(self, rows: int, places: int, placement: Placement, longest: int) -> int:
+        """Return the most positions of each row in a forward of so many; ``longest``: tokens of the longest row."""
+        return NO_LIMIT
 
     def counts_of(
         self, positions: Sequence[int], placement: Placement
@@ -428,10 +430,6 @@ class FixedShapes:
             )
         return None if self.can_graph else False
 
-    @property
-    def most_positions(self) -> int:
-        return self.counts[-1]
-
     def group_size(self, rows: int) -> int:
         return self.places(min(rows, self.counts[-1]), rows)
 
@@ -470,15 +468,27 @@ class FixedShapes:
     def decode_call(self) -> Call:
         return Call(is_fixed=True)
 
+    def room(self, rows: int, places: int, placement: Placement, longest: int) -> int:
+        """As ``FreeShapes``: what a proven number of positions leaves each row, in columns that the next token has.
+
+        A full batch has that number already, and each of its rows takes one. More in a call may round otherwise; as a chunk
+        of its prompt a path would be exact, but alone in its forward.
+        """
+        if placement is Placement.ROWS:
+            return self.counts[-1] // rows
+        for each in reversed(_equal_counts(self.counts, places)):
+            if self.has_room(longest, each):
+                return each
+        return 1
+
     def counts_of(
         self, positions: Sequence[int], placement: Placement
     ) -> list[int] | None:
         """As ``FreeShapes``, but the positions add up to one of ``counts``, and in slabs all are equal."""
         if placement is Placement.SLAB:
-            total = max(1, *positions) * len(positions)
-            if total not in self.counts:
-                return None
-            return [max(1, *positions)] * len(positions)
+            places = len(positions)
+            each = first_enough(_equal_counts(self.counts, places), max(1, *positions))
+            return [each] * places if each else None
         total = first_enough(self.counts, sum(positions))
         if not total:
             return None
@@ -500,6 +510,11 @@ class FixedShapes:
         for columns in sorted(set(widths)):
             found += [(count, columns) for count in counts]
         return found
+
+
+def _equal_counts(counts: Sequence[int], places: int) -> list[int]:
+    """Return the positions that each of so many places may have for one of ``counts`` in all, ascending."""
+    return [count // places for count in counts if not count % places]
 
 
 Shapes: TypeAlias = FreeShapes | FixedShapes

@@ -13,6 +13,7 @@ from vlm_batch.engine.choosing import Flight
 from vlm_batch.engine.constraints import NoGuide, Untold
 from vlm_batch.engine.drafts import NoDrafts
 from vlm_batch.engine.options import score
+from vlm_batch.engine.paths import Path
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Ending, Row, Stage
@@ -20,7 +21,6 @@ from vlm_batch.engine.rows import Rows
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.engine.work import Failed, Part, attempt
 from vlm_batch.errors import InvalidParameters
-from vlm_batch.store.saved import SavedRow
 from vlm_batch.types import Event, TokenLogprobs
 
 #: Most seconds that a step waits for forms. A row whose mask is later misses the step.
@@ -76,6 +76,11 @@ class Telling:
         self._drafts = drafts
         self.patience = Patience()
 
+    def begin(self) -> None:
+        """Begin a step."""
+        has_others = not all(row.answer.guide.rules for row in self._rows.batch.rows)
+        self.patience.begin(beside_others=has_others)
+
     def read(self, launched: Sequence[Flight | Part]) -> None:
         """Wait for a step's work in launch order; hand out its tokens."""
         self._reuse.store_ended()
@@ -108,7 +113,10 @@ class Telling:
         if live:
             self._evaluate(live)
         for part in parts:
-            self._end_if_read(part.rows[0])
+            row = part.rows[0]
+            ending = row.answer.ending
+            if ending is not None and row.is_only_read:
+                self._retry.attempt(row, self._end_held, row, ending)
             # the next chunk is written into what they are cut out of, if nobody holds them
             part.arrays.clear()
 
@@ -121,15 +129,10 @@ class Telling:
         for part in parts:
             self._retry.attempt(part.rows[0], mx.eval, part.arrays)
 
-    def _end_if_read(self, row: Row) -> None:
-        """End a row that asks for no token and is prefilled."""
-        ending = row.answer.ending
-        if row.is_only_read and ending is not None:
-            self._retry.attempt(row, self._end_held, row, ending)
-
     def _end_held(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
-        if row.answer.prompt_scores.has_nan():
+        scores = row.answer.prompt_scores
+        if scores is not None and scores.has_nan():
             raise FloatingPointError(
                 "the prompt's logits are not finite (NaN or infinity): the model overflows on it"
             )
@@ -155,18 +158,22 @@ class Telling:
                 self._rows.end(row, "error", _no_token(row, highest[index]))
                 continue
             if row.reuse.pending is not None:
-                self._store_prompt(row, row.reuse.pending)
+                # the first token is finite
+                self._reuse.store(row.reuse.pending)
+                row.reuse.pending = None
             guide = row.answer.guide
             if flight.is_repeated:
                 self._end_repeated(row)
             elif row.answer.path is not None:
-                self._note_score(row, tokens[index], logprobs[index])
+                self._note_score(row, row.answer.path, tokens[index], logprobs[index])
             elif guide.rules:
                 self._feed(row, guide, tokens[index], logprobs.get(index))
             else:
                 self._tell(row, tokens[index], logprobs.get(index))
 
-    def _note_score(self, row: Row, token: int, logprobs: TokenLogprobs) -> None:
+    def _note_score(
+        self, row: Row, path: Path, token: int, logprobs: TokenLogprobs
+    ) -> None:
         """Take what a row has read at a position of its path. The last ends it."""
         answer = row.answer
         row.clock.note_token()
@@ -174,7 +181,7 @@ class Telling:
         answer.logprobs.append(logprobs)
         if len(answer.token_ids) < answer.max_tokens:
             return
-        if self._retry.attempt(row, score, row, self._text):
+        if self._retry.attempt(row, score, row, path, self._text):
             self._end(row, Ending(Event(row.request_id), "length", None))
 
     def _feed(
@@ -200,7 +207,7 @@ class Telling:
         logprobs: Mapping[int, TokenLogprobs],
     ) -> None:
         """Append a row's tokens from ``first`` up to the first unlike its draft."""
-        answer, group = row.answer, self._rows.batch.of(row)
+        answer = row.answer
         end: Ending | Failed | None = None
         count = 0
         for index, expected in enumerate((*answer.drafter.ahead, None), first):
@@ -227,14 +234,9 @@ class Telling:
         if count:
             answer.advance(flight.sampled.tokens.astype(mx.int32), first, count)
             answer.num_fed = answer.num_sampled - 1
-        group.keep(row, count)
+        self._rows.batch.keep(row, count)
         if end is not None:
             self._end(row, end)
-
-    def _store_prompt(self, row: Row, pending: SavedRow) -> None:
-        """Store a prompt's state once its first token is finite."""
-        self._reuse.store(pending)
-        row.reuse.pending = None
 
     def _tell(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         told = attempt([row], row.take, token, logprobs, self._text.decode)
@@ -264,9 +266,10 @@ class Telling:
 
     def take_untold(self) -> None:
         """Wait briefly; append tokens that forms have checked."""
-        for row, untold in self._rows.untold():
+        for row in self._rows.untold():
             guide = row.answer.guide
-            if self.patience.is_ready(guide):
+            untold = guide.untold
+            if untold is not None and self.patience.is_ready(guide):
                 guide.untold = None
                 self._tell(row, *untold)
 

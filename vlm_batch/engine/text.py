@@ -88,19 +88,7 @@ class Detokenizer:
 _Beginning: TypeAlias = tuple[int, int, int]
 
 
-class NoStops:
-    """Of an answer without stop strings."""
-
-    def feed(self, piece: str) -> tuple[str, str | None]:
-        """Return the safe text and the matched stop string."""
-        return piece, None
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        return ""
-
-
-class StopStrings(NoStops):
+class StopStrings:
     """Cuts text before the first stop string; holds back what could become one.
 
     An automaton of Aho and Corasick (1975): a character's cost does not depend on the strings.
@@ -116,6 +104,7 @@ class StopStrings(NoStops):
         }
 
     def feed(self, piece: str) -> tuple[str, str | None]:
+        """Return the safe text and the matched stop string."""
         before, held = self._state, self._state[2]
         if not held and self._firsts.isdisjoint(piece):
             return piece, None
@@ -132,6 +121,7 @@ class StopStrings(NoStops):
         return self._text(before, piece, begin), stop
 
     def finish(self) -> str:
+        """Return the text that was held back."""
         (first, _, length), self._state = self._state, self._root
         return self._stops[first][:length]
 
@@ -178,16 +168,13 @@ def _character(at: int, text: str) -> str:
     return text[at : at + 1]
 
 
-NO_STOPS = NoStops()
-
-
 class ShownText:
     """An answer's text in whole characters, up to a stop string."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self.text = ""
         self._detokenizer = Detokenizer(decode)
-        self._stops = StopStrings(stops) if stops else NO_STOPS
+        self._stops = StopStrings(stops) if stops else None
 
     def add(
         self, token: int | None, *, is_end: bool, may_stop: bool
@@ -203,9 +190,10 @@ class ShownText:
         if is_end:
             piece += self._detokenizer.finish()
         matched: str | None = None
-        if may_stop:
-            piece, matched = self._stops.feed(piece)
-        if is_end and matched is None:
-            piece += self._stops.finish()
+        if self._stops is not None:
+            if may_stop:
+                piece, matched = self._stops.feed(piece)
+            if is_end and matched is None:
+                piece += self._stops.finish()
         self.text += piece
         return piece, matched

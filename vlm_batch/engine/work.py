@@ -61,11 +61,10 @@ def attempt(
     work: Callable[..., T],
     *arguments: Any,
     is_shared: bool = False,
-    **how: Any,
 ) -> T | Failed:
     """Run rows' work. Returns its result or ``Failed``. Ctrl-C on the main thread is raised."""
     try:
-        return work(*arguments, **how)
+        return work(*arguments)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and _is_main_thread():
             raise
