@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from vlm_batch.checks import check_within
 from vlm_batch.errors import (
+    InvalidAudio,
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
     InvalidVideo,
 )
-from vlm_batch.inputs.audio import check_seconds
+from vlm_batch.inputs.audio import as_audio, check_seconds, own_audio
 from vlm_batch.inputs.chats import Track, has_sound, split_messages
-from vlm_batch.inputs.copied import MediaCopier
 from vlm_batch.inputs.given import (
     check_template,
     check_text,
@@ -26,23 +27,26 @@ from vlm_batch.inputs.given import (
     checked_inputs,
 )
 from vlm_batch.inputs.grammar import Forms
+from vlm_batch.inputs.images import each_picture, own_image
 from vlm_batch.inputs.limits import (
     Limits,
     check_enlarged,
     check_length,
     check_num_pictures,
+    check_num_recordings,
     check_pixels,
 )
 from vlm_batch.inputs.media import KINDS
 from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.question import CHARACTERS_PER_TOKEN, Question
+from vlm_batch.inputs.recalled import own_picture
 from vlm_batch.inputs.refusals import exceeds, refused_as
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
+from vlm_batch.inputs.videos import as_video, own_video
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.pictures import PictureStore
 from vlm_batch.types import (
-    Audio,
     FetchPolicy,
     Message,
     Request,
@@ -99,7 +103,7 @@ class Checker:
         self._limits = limits
         self._fetch = fetch
         self._forms = forms
-        self._media = MediaCopier(spec, limits, fetch, pictures)
+        self._pictures = pictures
         self._reserved = reserved
         bounds = (limits.min_pixels, limits.max_pixels)
         if spec.images and processing.pixels is None and bounds != (None, None):
@@ -122,11 +126,18 @@ class Checker:
         turns: list[Message] = []
         if request.messages is not None:
             turns, media = split_messages(request.messages, *media)
-        images, videos, audios = media = self._media.copies(*media)
+        images, videos, audios = media
+        self._check_takes(images, videos, audios)
+        owned = partial(own_picture, policy=self._fetch, store=self._pictures)
+        frame = partial(own_image, policy=self._fetch)
         question = Question(
-            images=images,
-            videos=videos,
-            audios=tuple(audio for audio in audios if isinstance(audio, Audio)),
+            images=tuple(each_picture(owned, images)),
+            videos=tuple(own_video(as_video(video), frame) for video in videos),
+            audios=tuple(
+                own_audio(as_audio(audio), self._fetch)
+                for audio in audios
+                if not isinstance(audio, Track)
+            ),
             tracks=tuple(map(_video_of, audios)),
             fetch=self._fetch,
             params=params,
@@ -135,13 +146,35 @@ class Checker:
             client=request.client,
             new_form=new_form,
             is_templated=request.template is not None,
-            options=tuple(request.options),
+            options=request.options,
             **self._checked_prompt(request, turns, media),
         ).measured()
         self.check_size(question)
         if params.form is None and params.thinking_budget is None:
             return question
         return replace(question, thinking=self._thinking(question, request))
+
+    def _check_takes(
+        self, images: Sequence[Any], videos: Sequence[Any], audios: Sequence[Any]
+    ) -> None:
+        """Refuse media of a kind that the family does not take, and more than are read."""
+        spec = self._spec
+        if images and not spec.images:
+            raise InvalidImage(
+                f"{spec.family} takes no pictures: it is a language model"
+            )
+        if len(images) > 1 and not spec.multi_image:
+            raise InvalidImage(
+                f"{spec.family} takes one picture a request; given: {len(images)}"
+            )
+        check_num_pictures(self._limits, len(images) + len(videos))
+        if videos and not spec.video:
+            raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
+        if audios and not spec.audio:
+            is_track = isinstance(audios[0], Track)
+            what = "no video's sound" if is_track else "no recordings"
+            raise InvalidAudio(f"{spec.family} takes {what}: {spec.no_audio}")
+        check_num_recordings(self._limits, len(audios))
 
     def check_size(self, question: Question) -> None:
         """Refuse media that are larger together than is read."""
@@ -315,7 +348,7 @@ def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
     return -1
 
 
-def _video_of(audio: Audio | Track) -> int | None:
+def _video_of(audio: Any) -> int | None:
     if isinstance(audio, Track):
         return audio.video
     return None

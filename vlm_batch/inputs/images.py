@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
@@ -31,6 +31,7 @@ from vlm_batch.inputs.fetch import (
     contents,
     fetch,
     is_address,
+    is_data_uri,
     name_medium,
 )
 from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
@@ -100,6 +101,7 @@ def load_image(
 
     Transparency becomes white; grey of more than 8 bits is scaled. Raises InvalidImage or OperationCancelled.
     """
+    cancelled.check()
     if isinstance(source, Image.Image):
         image = source
     elif isinstance(
@@ -185,12 +187,33 @@ def names_picture(text: str) -> bool:
 describe_source = partial(name_medium, noun="picture")
 
 
-def own_image(source: ImageInput) -> ImageInput:
+def each_picture(
+    call: Callable[[ImageInput], Any], images: Sequence[ImageInput]
+) -> list[Any]:
+    """Call a function with each picture; of several, an error says which one it was."""
+    made = []
+    for number, source in enumerate(images, 1):
+        try:
+            made.append(call(source))
+        except InvalidImage as error:
+            has_name = isinstance(source, (str, Path)) and not is_data_uri(source)
+            if len(images) == 1 or has_name:
+                raise
+            raise InvalidImage(
+                f"picture {number} of {len(images)}: {error.reason}",
+                advice=error.advice,
+            ) from error
+    return made
+
+
+def own_image(source: ImageInput, policy: FetchPolicy = USUAL) -> ImageInput:
     """Copy what the caller could still change.
 
     Undecoded PIL images become their files' bytes, so that thousands can wait. Foreign code's SystemExit becomes
     InvalidImage.
     """
+    if is_data_uri(source):
+        return fetch_image(source, policy)
     own = next(own for kinds, own in _OWN if isinstance(source, kinds))
     with refused_as(
         InvalidImage, f"{describe_source(source)} cannot be decoded", _said

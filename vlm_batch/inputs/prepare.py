@@ -22,10 +22,9 @@ from vlm_batch.inputs.audio import (
     load_audio,
 )
 from vlm_batch.inputs.checking import Checker, ModelFacts
-from vlm_batch.inputs.copied import naming_the_picture
 from vlm_batch.inputs.fetch import NEVER, USUAL, Cancelled
 from vlm_batch.inputs.grammar import Form, Forms
-from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.images import each_picture, load_image
 from vlm_batch.inputs.limits import LIMITS, Limits, check_num_pictures
 from vlm_batch.inputs.options import tokens_of_options
 from vlm_batch.inputs.processing import ESCAPE, Processing, ProcessorPool
@@ -175,12 +174,7 @@ class Preparer:
         )
         if self._pictures is not None:
             load = partial(recalled_picture, load=load, store=self._pictures)
-        images = []
-        for number, source in enumerate(question.images, 1):
-            cancelled.check()
-            with naming_the_picture(source, number, len(question.images)):
-                images.append(load(source))
-        return images
+        return each_picture(load, question.images)
 
     def _decoded_clips(self, question: Question, cancelled: Cancelled) -> list[Clip]:
         bounds = self._limits.video_pixels, self._limits.image_pixels

@@ -201,13 +201,13 @@ def _with_frames(
     return replace(video, source=frames)
 
 
-def is_to_be_fetched(video: Video) -> bool:
-    """Whether reading the video waits for a disk or network."""
+def sources_to_read(video: Video) -> list[Any]:
+    """Return what of a video waits for a disk or network: its file, or its frames' files."""
     source = video.source
     if isinstance(source, (str, Path, bytes)):
-        return True
+        return [source]
     frames = source if isinstance(source, Sequence) else ()
-    return any(isinstance(frame, (str, Path)) for frame in frames)
+    return [frame for frame in frames if isinstance(frame, (str, Path))]
 
 
 def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
@@ -219,7 +219,7 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
     if isinstance(source, (bytes, bytearray, memoryview)):
         file = file_of_bytes(bytes(source), describe_video(video))
         return replace(video, source=file)
-    if not is_to_be_fetched(video):
+    if not sources_to_read(video):
         return video
     wanted = _thinned(len(source), video).tolist()
     return _with_frames(
