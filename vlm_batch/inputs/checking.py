@@ -215,7 +215,9 @@ class Checker:
                 self._facts.check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
             return {"token_ids": ids}
-        return {"prompt": self._rendered(request, turns, list(map(len, media)))}
+        # nested deeper than Python follows, or in itself
+        with refused_as(InvalidPrompt, "the text cannot be read"):
+            return {"prompt": self._rendered(request, turns, list(map(len, media)))}
 
     def _check_fit(self, inputs: Mapping[str, Any]) -> None:
         # the family's arithmetic on shapes and types that it does not know
@@ -234,6 +236,8 @@ class Checker:
         if request.prompt is not None:
             asked, noun = request.prompt, "prompt"
         texts = list(texts_of(asked))
+        if options is not None:
+            texts += texts_of(options.arguments)
         for text in texts:
             check_text(text)
         said = f"the {noun} has {{}} characters"

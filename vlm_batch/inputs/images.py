@@ -503,6 +503,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     if is_transparent:
         return _on_white(image)
+    if image.mode == "RGB":
+        return image  # ``convert`` would copy it
     return image.convert("RGB")
 
 
