@@ -126,7 +126,10 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
         {"array": samples, "sampling_rate": RATE},
         {"bytes": data, "path": "tone.wav"},
     ]
-    found = [load_audio(own_audio(as_audio(source), USUAL), 16_000).samples for source in sources]
+    found = [
+        load_audio(own_audio(as_audio(source), USUAL), 16_000).samples
+        for source in sources
+    ]
     assert all(np.array_equal(one, found[0]) for one in found)
     whole = (samples * 32768).round().astype(np.int16)
     assert (

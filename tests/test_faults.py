@@ -212,12 +212,12 @@ def test_what_is_natural_is_taken(batcher: VLMBatcher) -> None:
 def test_facts_of_the_family_are_asked_at_submit(
     batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, media = batcher.spec, batcher._preparer._checker._media
-    monkeypatch.setattr(media, "_spec", replace(spec, multi_image=False))
+    spec, checker = batcher.spec, batcher._preparer._checker
+    monkeypatch.setattr(checker, "_spec", replace(spec, multi_image=False))
     with pytest.raises(InvalidImage, match="takes one picture a request; given: 2"):
         batcher.submit([CIRCLE, CIRCLE], DESCRIBE)
     assert batcher.submit(CIRCLE, DESCRIBE).result(60).ok
-    monkeypatch.setattr(media, "_spec", replace(spec, images=False))
+    monkeypatch.setattr(checker, "_spec", replace(spec, images=False))
     with pytest.raises(InvalidImage, match="takes no pictures"):
         batcher.submit(CIRCLE, DESCRIBE)
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}

@@ -244,9 +244,7 @@ def test_what_is_nested_too_deeply_or_in_itself_is_refused(
     for value in (nested(10_000), endless):
         turn = {"role": "user", "content": "hello", "more": value}
         with pytest.raises(InvalidPrompt, match="recursion"):
-            batcher.submit(
-                messages=[turn], template={"escape_special_tokens": escapes}
-            )
+            batcher.submit(messages=[turn], template={"escape_special_tokens": escapes})
         with pytest.raises(InvalidPrompt, match="recursion"):
             batcher.submit(
                 prompt="hello",
@@ -257,7 +255,7 @@ def test_what_is_nested_too_deeply_or_in_itself_is_refused(
 def test_texts_of_arguments_are_checked_as_those_of_a_chat(batcher: VLMBatcher) -> None:
     with pytest.raises(InvalidPrompt, match="half of a surrogate pair"):
         batcher.submit(prompt="hello", template={"tools": [{"name": "\ud800"}]})
-    with pytest.raises(PromptTooLong, match="the prompt has [0-9,]+ characters"):
+    with pytest.raises(PromptTooLong, match=r"the prompt has [0-9,]+ characters"):
         batcher.submit(prompt="hello", template={"tools": [{"name": "x" * 2**26}]})
 
 

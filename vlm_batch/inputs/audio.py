@@ -124,7 +124,8 @@ def load_audio(
 ) -> Sound:
     """Read a recording as mono samples at ``rate``: average channels, then resample.
 
-    Buffers and open files go through ``own_audio`` before. ``max_seconds`` is checked on the header and while decoding. Raises InvalidAudio or OperationCancelled.
+    Buffers and open files go through ``own_audio`` before. ``max_seconds`` is checked on the header and while decoding.
+    Raises InvalidAudio or OperationCancelled.
     """
     audio = fetch_audio(as_audio(audio), policy, cancelled)
     name = describe_audio(audio)

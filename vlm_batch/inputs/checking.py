@@ -128,11 +128,13 @@ class Checker:
             turns, media = split_messages(request.messages, *media)
         images, videos, audios = media
         self._check_takes(images, videos, audios)
-        owned = partial(own_picture, policy=self._fetch, store=self._pictures)
-        frame = partial(own_image, policy=self._fetch)
+        own = partial(
+            own_image, policy=self._fetch, max_pixels=self._limits.image_pixels
+        )
+        owned = partial(own_picture, own=own, store=self._pictures)
         question = Question(
             images=tuple(each_picture(owned, images)),
-            videos=tuple(own_video(as_video(video), frame) for video in videos),
+            videos=tuple(own_video(as_video(video), own) for video in videos),
             audios=tuple(
                 own_audio(as_audio(audio), self._fetch)
                 for audio in audios
@@ -275,11 +277,12 @@ class Checker:
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """Return the bounds of the request's pictures; None for the processor's own."""
-        limit, own = self._limits.max_pixels, self._processing.pixels
+        limit = self._limits.max_pixels
         asked_least = _or_else(request.min_pixels, self._limits.min_pixels)
         asked_most = _or_else(request.max_pixels, limit)
         if (asked_least, asked_most) == (None, None):
             return None
+        own = self._processing.pixels
         if own is None:
             raise self._without_bounds()
         most = _or_else(asked_most, own.most)

@@ -89,6 +89,8 @@ _TIFF_KIND, _TIFF_NO_PAGE = 254, 0b101
 #: Frames of a TIFF that are looked at for a second page.
 _MAX_PREVIEWS = 64
 _LIMIT_LOCK = threading.Lock()
+#: Most pieces in which a file in memory is read until its size is known: ten million empty ones would take a minute.
+MAX_PIECES = 1 << 16
 
 
 def load_image(
@@ -206,7 +208,11 @@ def each_picture(
     return made
 
 
-def own_image(source: ImageInput, policy: FetchPolicy = USUAL) -> ImageInput:
+def own_image(
+    source: ImageInput,
+    policy: FetchPolicy = USUAL,
+    max_pixels: int | None = DEFAULT_MAX_PIXELS,
+) -> ImageInput:
     """Copy what the caller could still change.
 
     Undecoded PIL images become their files' bytes, so that thousands can wait. Foreign code's SystemExit becomes
@@ -214,6 +220,10 @@ def own_image(source: ImageInput, policy: FetchPolicy = USUAL) -> ImageInput:
     """
     if is_data_uri(source):
         return fetch_image(source, policy)
+    if isinstance(source, np.ndarray) and source.ndim > 1:
+        # before it is copied: a mapped file may be larger than memory
+        height, width = source.shape[:2]
+        check_size(describe_source(source), width, height, max_pixels)
     own = next(own for kinds, own in _OWN if isinstance(source, kinds))
     with refused_as(
         InvalidImage, f"{describe_source(source)} cannot be decoded", _said
@@ -289,7 +299,7 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         data = image.fp.read()
     finally:
         image.fp.seek(position)
-    with opened(BytesIO(data)) as again:
+    with opened_bytes(data) as again:
         is_same = (again.size, again.mode) == (image.size, image.mode)
     if is_same:
         return data
@@ -320,7 +330,7 @@ def count_pixels(source: ImageInput) -> int:
 def _count_in_file(data: bytes) -> int:
     if data.startswith(ICON):
         return max(map(math.prod, _icon_sizes(data)))
-    with opened(BytesIO(data)) as image:
+    with opened_bytes(data) as image:
         return math.prod(image.size)
 
 
@@ -344,8 +354,7 @@ def _open(
 ) -> Image.Image:
     name = describe_source(source)
     source = contents(fetch_image(source, policy, cancelled))
-    file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
-    data = file.getvalue()
+    data = source.getvalue() if isinstance(source, BytesIO) else bytes(source)
     if not data:
         raise InvalidImage(f"{name} is empty (0 bytes)")
     if data.startswith(ICON):
@@ -353,7 +362,7 @@ def _open(
             check_size(name, width, height, max_pixels)
     with refused_as(InvalidImage, f"{name} cannot be opened", _said):
         try:
-            return opened(file)
+            return opened_bytes(data)
         except Image.UnidentifiedImageError as error:
             raise InvalidImage(f"{name} is {_what_it_is(data)}") from error
 
@@ -382,6 +391,26 @@ def opened(source: Any) -> Image.Image:
             return Image.open(source, formats=formats)
         finally:
             Image.MAX_IMAGE_PIXELS = limit
+
+
+class _Pieces(BytesIO):
+    """A picture's file, which counts how often it is read until it is open."""
+
+    left: float = MAX_PIECES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(f"its header has over {MAX_PIECES:,} pieces")
+        return super().read(size)
+
+
+def opened_bytes(data: bytes) -> Image.Image:
+    """Read the header of a picture in memory."""
+    file = _Pieces(data)
+    image = opened(file)
+    file.left = math.inf
+    return image
 
 
 def page_numbers(image: Any) -> list[int]:

@@ -74,7 +74,7 @@ class Question:
     new_form: int = 0
     form: Form | None = None
     is_templated: bool = True
-    options: tuple[Option, ...] = ()
+    options: Sequence[Option] = ()
 
     @property
     def least_tokens(self) -> int:

@@ -17,12 +17,11 @@ from blake3 import blake3
 from PIL import Image
 
 from vlm_batch.arrays import Deferred, Joined
-from vlm_batch.inputs.fetch import Fetched, RecalledUri, contents, is_data_uri
-from vlm_batch.inputs.images import own_image
+from vlm_batch.inputs.fetch import RecalledUri, contents, is_data_uri
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.store.digest import digest
 from vlm_batch.store.pictures import PictureStore
-from vlm_batch.types import FetchPolicy, ImageInput
+from vlm_batch.types import ImageInput
 
 #: Leaves of an output that may be kept.
 _PLAIN = (bool, int, float, str, NoneType, np.ndarray, np.generic, mx.array)
@@ -56,16 +55,18 @@ class RecalledPicture(Image.Image):
 
 
 def own_picture(
-    source: ImageInput, policy: FetchPolicy, store: PictureStore | None
+    source: ImageInput,
+    own: Callable[[ImageInput], ImageInput],
+    store: PictureStore | None,
 ) -> ImageInput:
     """Copy a picture, but for the data URI of one that was decoded before."""
     if store is None or not is_data_uri(source):
-        return own_image(source, policy)
+        return own(source)
     key = b"uri " + blake3(source.encode("utf-8", "surrogatepass")).digest()
     content = store.get(key)
     if content is not None and (size := store.get(content)) is not None:
         return RecalledUri(source, size, content)
-    read = own_image(source, policy)
+    read = own(source)
     store.put(key, _content(contents(read)))
     return read
 
