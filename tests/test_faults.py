@@ -355,6 +355,40 @@ def test_what_is_of_another_kind_is_refused_in_a_line_whatever_it_is(
     assert answers(batcher)
 
 
+class Raising(Sequence[Any]):
+    """A sequence whose own code raises, as of a data set that has gone."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, at: Any) -> Any:
+        raise OSError("the data set has gone")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    "name", ["token_ids", "options", "stop", "choice", "video", "frames"]
+)
+@pytest.mark.parametrize("value", [Raising(), range(10**12)], ids=["raises", "long"])
+def test_a_sequence_that_cannot_be_read_is_refused(
+    batcher: VLMBatcher, name: str, value: Any
+) -> None:
+    given: dict[str, Any] = {
+        "token_ids": {"token_ids": value},
+        "options": {"options": value},
+        "stop": {"params": {"stop": value}},
+        "choice": {"params": {"choice": value}},
+        "video": {"videos": [Video(value)]},
+        "frames": {"videos": [value]},
+    }[name]
+    if name != "token_ids":
+        given["prompt"] = "count to 3"
+    with pytest.raises(InvalidRequest):
+        batcher.submit_request(Request(**given))
+
+
 @pytest.mark.parametrize("ids", [[[1, -1, 2]], [[1, -(2**31), 2]], [[1, 2**40, 2]]])
 @pytest.mark.parametrize("family", ["embedded", "molmo_point"])
 def test_ids_that_no_embedding_has_are_refused(

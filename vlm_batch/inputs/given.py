@@ -144,21 +144,16 @@ def checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
 
 def _row_of(given: Any) -> np.ndarray:
     """Return integers as an array (L,), of at least one. Raises InvalidPrompt."""
-    try:
+    right = "a list or array (L,) of integers"
+    with refused_as(InvalidPrompt, f"token_ids is {shown(given)}; it must be {right}"):
         array = np.asarray(given)
-    except Exception as error:
-        raise InvalidPrompt(
-            f"token_ids is {shown(given)}; a list or array of integers is expected"
-        ) from error
     if array.size == 0:
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
-    is_whole = array.dtype.kind in "iu" and not _holds_truths(given)
-    if array.ndim != 1 or not is_whole:
-        raise InvalidPrompt(
-            f"token_ids is {shown(given)}; a list or array (L,) of integers is expected"
-        )
+    are_whole = array.dtype.kind in "iu" and not _holds_truths(given)
+    is_right = are_whole and array.ndim == 1
+    demand(is_right, InvalidPrompt, "token_ids", given, right)
     return array
 
 
@@ -173,10 +168,10 @@ def checked_inputs(inputs: Mapping[str, Any], has_media: bool) -> dict[str, Any]
         raise InvalidPrompt(
             "inputs= are processed already: their pictures belong into pixel_values, not into images"
         )
-    if "input_ids" not in inputs:
-        raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
     with refused_as(InvalidPrompt, "inputs= cannot be copied"):
         arrays = copy.deepcopy(as_numpy(inputs))
+    if "input_ids" not in arrays:
+        raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
     for name, value in arrays.items():
         _check_is_numbers(name, value)
     _check_input_ids(arrays["input_ids"])
@@ -191,15 +186,14 @@ def _check_is_numbers(name: str, value: Any) -> None:
 
 
 def _check_input_ids(ids: Any) -> None:
-    if not isinstance(ids, np.ndarray):
-        raise InvalidPrompt(
-            f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}"
-        )
-    if ids.shape != (1, max(1, ids.size)):
-        raise InvalidPrompt(
-            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {ids.shape}"
-        )
-    if ids.dtype.kind not in "iu":
-        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")
+    _check_ids_are(isinstance(ids, np.ndarray), "as an array (1, L)", ids)
+    is_row = ids.shape == (1, max(1, ids.size))
+    _check_ids_are(is_row, "of shape (1, L), one request a submit", ids.shape)
+    _check_ids_are(ids.dtype.kind in "iu", "of integers", ids.dtype)
     if (ids.astype(np.int32) != ids).any():  # MLX would cut them, too
         raise InvalidPrompt("inputs= has input_ids beyond 32 bits")
+
+
+def _check_ids_are(is_right: bool, right: str, given: Any) -> None:
+    if not is_right:
+        raise InvalidPrompt(f"inputs= needs input_ids {right}; given: {shown(given)}")

@@ -194,7 +194,7 @@ def _with_frames(
     wanted: Collection[int] = (),
 ) -> Video:
     """Apply ``change`` to the ``wanted`` frames, or all."""
-    frames = list(video.source)
+    frames = _of_foreign(list, video)
     for at in wanted or range(len(frames)):
         with _naming_the_frame(video, at):
             frames[at] = change(frames[at])
