@@ -53,6 +53,7 @@ from vlm_batch import (
 from vlm_batch.engine import loop as engine_loop
 from vlm_batch.engine import schedule
 from vlm_batch.errors import RaisedAt
+from vlm_batch.inputs.checking import ModelFacts
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
@@ -1503,12 +1504,12 @@ def test_a_family_that_takes_one_picture_or_none_says_so(batcher: VLMBatcher) ->
     processing = batcher._preparer.processing
     got, text = spec_for("got"), spec_for("falcon_h1")
     assert got is not None and text is not None
-    one = Preparer(processing, got, image_token_ids=frozenset())
+    one = Preparer(processing, ModelFacts(spec=got))
     one.check(Request(prompt="a", images=CIRCLE))
     with pytest.raises(InvalidImage, match="got takes one picture a request; given: 2"):
         one.check(Request(prompt="a", images=[CIRCLE, CIRCLE]))
     with pytest.raises(InvalidImage, match="falcon_h1 takes no pictures"):
-        Preparer(processing, text, image_token_ids=frozenset()).check(
+        Preparer(processing, ModelFacts(spec=text)).check(
             Request(prompt="a", images=CIRCLE)
         )
 
@@ -1518,9 +1519,7 @@ def test_a_long_prompt_has_a_processor_of_its_own(
 ) -> None:
     """Whoever comes behind a prompt that takes seconds to become tokens does not wait for it."""
     monkeypatch.setattr("vlm_batch.inputs.question.LONG_PROMPT", 1000)
-    preparer = Preparer(
-        batcher._preparer.processing, batcher.spec, image_token_ids=frozenset()
-    )
+    preparer = Preparer(batcher._preparer.processing, ModelFacts(spec=batcher.spec))
     begun, go_on, inputs = threading.Event(), threading.Event(), Processing.inputs
 
     def slow(self: Processing, rendered: str, *rest: Any, **options: Any) -> Any:
@@ -1563,7 +1562,7 @@ def test_token_ids_meet_what_a_processor_says_of_positions(
 ) -> None:
     """Its mask of pictures is for the prompt that it was given: other ids have their pictures elsewhere."""
     processing = batcher._preparer.processing
-    marks = batcher._preparer._image_token_ids
+    marks = batcher._preparer.facts.image_token_ids
     inputs = processing.inputs
 
     def marking(*given: Any) -> dict[str, Any]:

@@ -213,11 +213,14 @@ def test_facts_of_the_family_are_asked_at_submit(
     batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, checker = batcher.spec, batcher._preparer._checker
-    monkeypatch.setattr(checker, "_spec", replace(spec, multi_image=False))
+    facts = batcher._preparer.facts
+    one = replace(facts, spec=replace(spec, multi_image=False))
+    monkeypatch.setattr(checker, "_facts", one)
     with pytest.raises(InvalidImage, match="takes one picture a request; given: 2"):
         batcher.submit([CIRCLE, CIRCLE], DESCRIBE)
     assert batcher.submit(CIRCLE, DESCRIBE).result(60).ok
-    monkeypatch.setattr(checker, "_spec", replace(spec, images=False))
+    none = replace(facts, spec=replace(spec, images=False))
+    monkeypatch.setattr(checker, "_facts", none)
     with pytest.raises(InvalidImage, match="takes no pictures"):
         batcher.submit(CIRCLE, DESCRIBE)
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}

@@ -70,16 +70,18 @@ class ModelFacts:
     """Facts of a model that decide about its requests.
 
     Attributes:
+        spec: its family's.
         image_token_ids: tokens that mark picture features.
         check_inputs: refuses processed inputs that do not fit.
         max_context: positions of its context; None if unknown.
         num_logits: number of tokens that it chooses from; None where that depends on the request.
     """
 
-    image_token_ids: frozenset[int]
-    check_inputs: Callable[[Mapping[str, Any]], None]
-    max_context: int | None
-    num_logits: int | None
+    spec: ModelSpec
+    image_token_ids: frozenset[int] = frozenset()
+    check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None
+    max_context: int | None = None
+    num_logits: int | None = None
 
 
 class Checker:
@@ -88,7 +90,6 @@ class Checker:
     def __init__(
         self,
         processing: Processing,
-        spec: ModelSpec,
         facts: ModelFacts,
         *,
         limits: Limits,
@@ -98,7 +99,6 @@ class Checker:
         pictures: PictureStore | None,
     ) -> None:
         self._processing = processing
-        self._spec = spec
         self._facts = facts
         self._limits = limits
         self._fetch = fetch
@@ -106,7 +106,7 @@ class Checker:
         self._pictures = pictures
         self._reserved = reserved
         bounds = (limits.min_pixels, limits.max_pixels)
-        if spec.images and processing.pixels is None and bounds != (None, None):
+        if facts.spec.images and processing.pixels is None and bounds != (None, None):
             raise self._without_bounds()
 
     def check(self, request: Request) -> Question:
@@ -160,7 +160,7 @@ class Checker:
         self, images: Sequence[Any], videos: Sequence[Any], audios: Sequence[Any]
     ) -> None:
         """Refuse media of a kind that the family does not take, and more than are read."""
-        spec = self._spec
+        spec = self._facts.spec
         if images and not spec.images:
             raise InvalidImage(
                 f"{spec.family} takes no pictures: it is a language model"
@@ -303,7 +303,7 @@ class Checker:
 
     def _without_bounds(self) -> InvalidImage:
         return InvalidImage(
-            f"min_pixels and max_pixels: {self._spec.family}'s processor has no such bounds; leave them out"
+            f"min_pixels and max_pixels: {self._facts.spec.family}'s processor has no such bounds; leave them out"
         )
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
