@@ -233,29 +233,27 @@ class Checker:
     ) -> str:
         """Return the text that the processor gets; ``counts`` count media by ``KINDS``."""
         options = request.template
-        asked: str | list[Message] = turns
-        noun = "chat"
-        if request.prompt is not None:
-            asked, noun = request.prompt, "prompt"
+        asked = turns if request.prompt is None else request.prompt
         texts = list(texts_of(asked))
         if options is not None:
             texts += texts_of(options.arguments)
         for text in texts:
             check_text(text)
+        noun = "chat" if request.prompt is None else "prompt"
         said = f"the {noun} has {{}} characters"
         self._check_length(sum(map(len, texts)), CHARACTERS_PER_TOKEN, said)
+        if isinstance(asked, str) and not asked.strip():
+            raise InvalidPrompt("the prompt is empty")
         if options is None:
-            self._check_final(str(asked), counts)
+            self._check_places(str(asked), counts)
             return str(asked)
         if options.escape_special_tokens:
             asked, options = self._reserved.escaped(asked), self._escaped(options)
         self._reserved.check(asked, options.arguments)
         return self._processing.render(asked, *counts, options=options)
 
-    def _check_final(self, prompt: str, counts: Sequence[int]) -> None:
-        """Refuse a rendered prompt that is empty, or has other media than the request."""
-        if not prompt.strip():
-            raise InvalidPrompt("the prompt is empty")
+    def _check_places(self, prompt: str, counts: Sequence[int]) -> None:
+        """Refuse a rendered prompt that has places for other media than the request's."""
         for kind, given in zip(KINDS, counts, strict=True):
             room = self._processing.count_placeholders(prompt, kind.marker)
             if room not in (None, given):

@@ -89,8 +89,6 @@ class Processing:
         options: Template = PLAIN_TEMPLATE,
     ) -> str:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
-        if isinstance(prompt, str) and not prompt.strip():
-            raise InvalidPrompt("the prompt is empty")
         if options.said:
             self.template.check(options)
         try:

@@ -126,8 +126,14 @@ class Question:
         return self.num_pixels - sum(map(count_pixels, known)) >= MANY_PIXELS
 
     @property
+    def unread(self) -> dict[int, Lane]:
+        """Lanes of the media that have still to be read, by their places among ``media``."""
+        lanes = enumerate(map(lane_of, self.media))
+        return {at: lane for at, lane in lanes if lane is not None}
+
+    @property
     def lane(self) -> Lane:
-        reads = set(map(lane_of, self.media))
+        reads = set(self.unread.values())
         if Lane.NETWORK in reads:
             return Lane.NETWORK
         if self.takes_long or self.new_form >= LARGE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,9 +177,11 @@ def own_video(video: Video, own: Callable[[ImageInput], ImageInput]) -> Video:
         return video
     if isinstance(source, (bytearray, memoryview)):
         return replace(video, source=bytes(source))
-    if isinstance(source, Sequence):
-        return _with_frames(video, own)
-    return replace(video, source=_of_foreign(np.array, video))
+    # an array may be a file that is mapped, of which a few frames are wanted
+    as_frames = list if isinstance(source, Sequence) else np.asarray
+    frames = _of_foreign(as_frames, video)
+    wanted = _thinned(len(frames), video).tolist()
+    return _with_frames(replace(video, source=frames), own, wanted)
 
 
 def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
@@ -189,13 +191,11 @@ def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
 
 
 def _with_frames(
-    video: Video,
-    change: Callable[[ImageInput], ImageInput],
-    wanted: Collection[int] = (),
+    video: Video, change: Callable[[ImageInput], ImageInput], wanted: Sequence[int]
 ) -> Video:
-    """Apply ``change`` to the ``wanted`` frames, or all."""
+    """Apply ``change`` to the ``wanted`` frames; nobody reads the others."""
     frames = _of_foreign(list, video)
-    for at in wanted or range(len(frames)):
+    for at in wanted:
         with _naming_the_frame(video, at):
             frames[at] = change(frames[at])
     return replace(video, source=frames)
