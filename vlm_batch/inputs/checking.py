@@ -114,7 +114,7 @@ class Checker:
         params = request.params
         self._check_ids(params)
         new_form = 0 if params.form is None else self._forms.check(params)
-        check_types(request)
+        check_types(request, self._fetch)
         check_template(request)
         if any(map(has_sound, request.videos)):
             request = _as_chat(request)
@@ -245,14 +245,14 @@ class Checker:
         if isinstance(asked, str) and not asked.strip():
             raise InvalidPrompt("the prompt is empty")
         if options is None:
-            self._check_places(str(asked), counts)
+            self._check_placeholders(str(asked), counts)
             return str(asked)
         if options.escape_special_tokens:
             asked, options = self._reserved.escaped(asked), self._escaped(options)
         self._reserved.check(asked, options.arguments)
         return self._processing.render(asked, *counts, options=options)
 
-    def _check_places(self, prompt: str, counts: Sequence[int]) -> None:
+    def _check_placeholders(self, prompt: str, counts: Sequence[int]) -> None:
         """Refuse a rendered prompt that has places for other media than the request's."""
         for kind, given in zip(KINDS, counts, strict=True):
             room = self._processing.count_placeholders(prompt, kind.marker)

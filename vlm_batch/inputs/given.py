@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any
 
@@ -19,11 +19,12 @@ from vlm_batch.errors import (
     InvalidRequest,
     shown,
 )
+from vlm_batch.inputs.fetch import Unreadable, local_path
 from vlm_batch.inputs.images import names_picture, picture_suffixes
 from vlm_batch.inputs.refusals import refused_as
 from vlm_batch.inputs.template import refuse
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import ImageInput, Request
+from vlm_batch.types import FetchPolicy, ImageInput, Request
 
 #: Ways to say what is asked, of which a request has one.
 _WAYS = ("prompt", "messages", "token_ids", "inputs")
@@ -45,7 +46,7 @@ _TYPES: tuple[tuple[str, type, str, type[InvalidRequest]], ...] = (
 )
 
 
-def check_types(request: Request) -> None:
+def check_types(request: Request, policy: FetchPolicy) -> None:
     """Refuse a request that asks in no way or in several, or with values of other types."""
     given = [name for name in _WAYS if getattr(request, name) is not None]
     if not given:
@@ -57,7 +58,7 @@ def check_types(request: Request) -> None:
         is_right = isinstance(value, (kind, NoneType))
         demand(is_right, error, name, value, right)
     if request.prompt is not None:
-        _check_places(request.prompt, request.images, request.videos)
+        _check_places(request.prompt, request.images, request.videos, policy)
 
 
 def _one_is_needed(given: str) -> InvalidPrompt:
@@ -106,7 +107,10 @@ def check_text(text: str) -> None:
 
 
 def _check_places(
-    prompt: str, images: Sequence[ImageInput], videos: Sequence[Any]
+    prompt: str,
+    images: Sequence[ImageInput],
+    videos: Sequence[Any],
+    policy: FetchPolicy,
 ) -> None:
     """Refuse a picture in the prompt's place."""
     is_alone = not images and not videos
@@ -117,11 +121,13 @@ def _check_places(
     image = _only_text(images)
     if image is None or names_picture(image) or not names_picture(prompt):
         return
-    if not os.path.exists(image):
-        raise InvalidImage(
-            f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
-            "It is submit(images, prompt)"
-        )
+    # nobody is told what is where nothing may be read
+    with suppress(Unreadable):
+        if not local_path(image, policy).exists():
+            raise InvalidImage(
+                f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
+                "It is submit(images, prompt)"
+            )
 
 
 def _is_file_name(prompt: str) -> bool:
