@@ -668,7 +668,7 @@ def test_a_stream_that_is_left_keeps_no_listener_and_misses_no_end() -> None:
             async for event in handle.events():
                 assert event.text == "a"
                 break
-        assert handle._listeners == []
+        assert handle._at_next == handle._at_end == []
         handle._events = Ending(handle._events)
         return [event async for event in handle.events()]
 
