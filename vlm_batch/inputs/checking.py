@@ -103,8 +103,10 @@ class Checker:
         self._limits = limits
         self._fetch = fetch
         self._forms = forms
-        self._pictures = pictures
         self._reserved = reserved
+        own = partial(own_image, policy=fetch, max_pixels=limits.image_pixels)
+        self._own_frame = own
+        self._own_picture = partial(own_picture, own=own, store=pictures)
         bounds = (limits.min_pixels, limits.max_pixels)
         if facts.spec.images and processing.pixels is None and bounds != (None, None):
             raise self._without_bounds()
@@ -128,13 +130,11 @@ class Checker:
             turns, media = split_messages(request.messages, *media)
         images, videos, audios = media
         self._check_takes(images, videos, audios)
-        own = partial(
-            own_image, policy=self._fetch, max_pixels=self._limits.image_pixels
-        )
-        owned = partial(own_picture, own=own, store=self._pictures)
         question = Question(
-            images=tuple(each_picture(owned, images)),
-            videos=tuple(own_video(as_video(video), own) for video in videos),
+            images=tuple(each_picture(self._own_picture, images)),
+            videos=tuple(
+                own_video(as_video(video), self._own_frame) for video in videos
+            ),
             audios=tuple(
                 own_audio(as_audio(audio), self._fetch)
                 for audio in audios
