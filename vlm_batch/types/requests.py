@@ -112,6 +112,9 @@ class Request:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        right = f"one of {', '.join(DRAFTS)}"
+        is_one = is_text(self.draft) and self.draft in DRAFTS
+        demand(is_one, InvalidRequest, "draft", self.draft, right)
         check_fields(self, _RULES, InvalidRequest)
         put = partial(object.__setattr__, self)
         put("images", several(self.images))
@@ -150,13 +153,8 @@ def _is_name(value: Any) -> bool:
     return is_non_empty(value) and "\0" not in value
 
 
-def _is_draft(value: Any) -> bool:
-    return is_text(value) and value in DRAFTS
-
-
 _FLAG = FieldRule(is_flag, "True or False")
 _RULES = {
-    "draft": FieldRule(_is_draft, f"one of {', '.join(DRAFTS)}"),
     "priority": FieldRule(
         whole_within(-MAX_PRIORITY, MAX_PRIORITY),
         f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}",
