@@ -36,9 +36,9 @@ from vlm_batch import (
     assets,
 )
 from vlm_batch.inputs import audio as module
-from vlm_batch.inputs.audio import Sound, load_audio
+from vlm_batch.inputs.audio import Sound, as_audio, load_audio, own_audio
 from vlm_batch.inputs.chats import split_messages
-from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.fetch import USUAL, Cancelled, OperationCancelled
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.jobs import map_table
 from vlm_batch.jobs.rows import InvalidJob
@@ -126,7 +126,10 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
         {"array": samples, "sampling_rate": RATE},
         {"bytes": data, "path": "tone.wav"},
     ]
-    found = [load_audio(source, 16_000).samples for source in sources]
+    found = [
+        load_audio(own_audio(as_audio(source), USUAL), 16_000).samples
+        for source in sources
+    ]
     assert all(np.array_equal(one, found[0]) for one in found)
     whole = (samples * 32768).round().astype(np.int16)
     assert (

@@ -419,7 +419,7 @@ def test_users_get_the_same_answers_with_and_without() -> None:
             timeout=60
         )
         assert batcher.stats().drafted == 0
-    for wrong in ("on", None, 3):
+    for wrong in ("on", None, 3, np.array(["auto", "off"])):
         with pytest.raises(InvalidRequest, match="auto, off"):
             Request(prompt="a", draft=wrong)  # type: ignore[arg-type]
 

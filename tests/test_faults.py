@@ -212,12 +212,15 @@ def test_what_is_natural_is_taken(batcher: VLMBatcher) -> None:
 def test_facts_of_the_family_are_asked_at_submit(
     batcher: VLMBatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, media = batcher.spec, batcher._preparer._checker._media
-    monkeypatch.setattr(media, "_spec", replace(spec, multi_image=False))
+    spec, checker = batcher.spec, batcher._preparer._checker
+    facts = batcher._preparer.facts
+    one = replace(facts, spec=replace(spec, multi_image=False))
+    monkeypatch.setattr(checker, "_facts", one)
     with pytest.raises(InvalidImage, match="takes one picture a request; given: 2"):
         batcher.submit([CIRCLE, CIRCLE], DESCRIBE)
     assert batcher.submit(CIRCLE, DESCRIBE).result(60).ok
-    monkeypatch.setattr(media, "_spec", replace(spec, images=False))
+    none = replace(facts, spec=replace(spec, images=False))
+    monkeypatch.setattr(checker, "_facts", none)
     with pytest.raises(InvalidImage, match="takes no pictures"):
         batcher.submit(CIRCLE, DESCRIBE)
     part = {"type": "image_url", "image_url": {"url": str(CIRCLE)}}
@@ -353,6 +356,40 @@ def test_what_is_of_another_kind_is_refused_in_a_line_whatever_it_is(
             "no repr" not in said and "ambiguous" not in said and "digits" not in said
         )
     assert answers(batcher)
+
+
+class Raising(Sequence[Any]):
+    """A sequence whose own code raises, as of a data set that has gone."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, at: Any) -> Any:
+        raise OSError("the data set has gone")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    "name", ["token_ids", "options", "stop", "choice", "video", "frames"]
+)
+@pytest.mark.parametrize("value", [Raising(), range(10**12)], ids=["raises", "long"])
+def test_a_sequence_that_cannot_be_read_is_refused(
+    batcher: VLMBatcher, name: str, value: Any
+) -> None:
+    given: dict[str, Any] = {
+        "token_ids": {"token_ids": value},
+        "options": {"options": value},
+        "stop": {"params": {"stop": value}},
+        "choice": {"params": {"choice": value}},
+        "video": {"videos": [Video(value)]},
+        "frames": {"videos": [value]},
+    }[name]
+    if name != "token_ids":
+        given["prompt"] = "count to 3"
+    with pytest.raises(InvalidRequest):
+        batcher.submit_request(Request(**given))
 
 
 @pytest.mark.parametrize("ids", [[[1, -1, 2]], [[1, -(2**31), 2]], [[1, 2**40, 2]]])
@@ -1912,7 +1949,7 @@ def test_awaits_that_are_given_up_leave_nothing(batcher: VLMBatcher) -> None:
         for _ in range(20):
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(handle, 0.001)
-        return len(handle._listeners)
+        return len(handle._at_next) + len(handle._at_end)
 
     # the last waits for a place
     before = [batcher.submit(None, "count to 9", params=LONG) for _ in range(9)]

@@ -30,9 +30,10 @@ from vlm_batch.inputs.fetch import (
     fetch,
     fetch_to_file,
 )
+from vlm_batch.inputs.given import check_types
 from vlm_batch.inputs.images import load_image
 from vlm_batch.inputs.videos import load_video
-from vlm_batch.types import FetchPolicy
+from vlm_batch.types import FetchPolicy, Request
 
 BODY = b"0123456789" * 1000
 HERE = FetchPolicy(allow_private=True, seconds=20)
@@ -397,6 +398,18 @@ def test_files_only_where_the_policy_says(tmp_path: Path) -> None:
             fetch(path, policy)
     with pytest.raises(Unreadable, match="none may be read here"):
         fetch_to_file(inside / "a.bin", FetchPolicy(allow_files=False))
+
+
+def test_what_is_where_nothing_may_be_read_is_not_said(tmp_path: Path) -> None:
+    """A missing file is asked for where prompt and picture may have changed places."""
+    swapped = Request(images=str(tmp_path / "missing"), prompt="there.png")
+    with pytest.raises(InvalidImage, match="changed places"):
+        check_types(swapped, FetchPolicy())
+    for policy in (
+        FetchPolicy(allow_files=False),
+        FetchPolicy(directories=[tmp_path / "other"]),
+    ):
+        check_types(swapped, policy)
 
 
 def test_files_and_data_uris_have_the_same_limit(tmp_path: Path) -> None:

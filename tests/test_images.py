@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,12 @@ import pytest
 from PIL import Image
 
 from vlm_batch.errors import InvalidImage
-from vlm_batch.inputs.images import load_image, own_image
+from vlm_batch.inputs.images import (
+    MAX_PIECES,
+    count_pixels,
+    load_image,
+    own_image,
+)
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "images"
 AWKWARD = FIXTURES / "awkward"
@@ -189,6 +195,38 @@ def test_a_bomb_is_refused_on_its_header() -> None:
     assert bomb.stat().st_size < 100_000
     with pytest.raises(InvalidImage, match=r"pixels; at most|too large"):
         load_image(bomb)
+
+
+def piece_of_png(name: bytes) -> bytes:
+    return struct.pack(">I", 0) + name + struct.pack(">I", zlib.crc32(name))
+
+
+def in_pieces(kind: str, count: int) -> bytes:
+    """A picture with so many empty pieces before its pixels."""
+    buffer = BytesIO()
+    red().save(buffer, kind)
+    data = buffer.getvalue()
+    if kind == "PNG":
+        return data[:33] + piece_of_png(b"abCd") * count + data[33:]
+    return data[:2] + b"\xff\xe5\0\2" * count + data[2:]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_header_in_millions_of_pieces_is_not_read_to_its_end(kind: str) -> None:
+    """Ten megabytes of them took eight seconds, on the thread of whoever submits."""
+    assert load_image(in_pieces(kind, 1_000)).size == red().size
+    data = in_pieces(kind, MAX_PIECES)
+    assert count_pixels(data) == 0
+    with pytest.raises(InvalidImage, match=f"header has over {MAX_PIECES:,} pieces"):
+        load_image(data)
+
+
+def test_a_mapped_array_is_refused_before_it_is_copied() -> None:
+    mapped = np.broadcast_to(np.uint8(0), (100_000, 100_000, 3))
+    with pytest.raises(InvalidImage, match=r"pixels; at most [0-9,]+ are read"):
+        own_image(mapped)
+    with pytest.raises(InvalidImage, match="a side may have"):
+        own_image(mapped, max_pixels=None)
 
 
 def test_an_icon_is_bounded_by_the_picture_within() -> None:

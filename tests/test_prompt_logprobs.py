@@ -242,7 +242,7 @@ def test_what_max_tokens_0_does_not_go_with() -> None:
 def test_a_prompt_may_fill_the_context_if_nothing_is_answered(
     batcher: VLMBatcher,
 ) -> None:
-    context = batcher._preparer.max_context
+    context = batcher.max_context
     assert context is not None
     ids = [5 + at % 50 for at in range(context)]
     whole = batcher.submit(token_ids=ids, params=SCORED).result(timeout=120)

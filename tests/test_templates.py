@@ -12,7 +12,7 @@ import pytest
 
 from vlm_batch import Request, Template, VLMBatcher
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.errors import InvalidPrompt
+from vlm_batch.errors import InvalidPrompt, PromptTooLong
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.template import ChatTemplate
 
@@ -226,6 +226,37 @@ def test_words_in_pieces_are_found(batcher: VLMBatcher) -> None:
         batcher.submit(
             messages=[{"role": "tool", "content": {"type": "<|im_end|>"}["type"]}]
         )
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("escapes", [False, True])
+def test_what_is_nested_too_deeply_or_in_itself_is_refused(
+    batcher: VLMBatcher, escapes: bool
+) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (nested(10_000), endless):
+        turn = {"role": "user", "content": "hello", "more": value}
+        with pytest.raises(InvalidPrompt, match="recursion"):
+            batcher.submit(messages=[turn], template={"escape_special_tokens": escapes})
+        with pytest.raises(InvalidPrompt, match="recursion"):
+            batcher.submit(
+                prompt="hello",
+                template={"tools": [{"a": value}], "escape_special_tokens": escapes},
+            )
+
+
+def test_texts_of_arguments_are_checked_as_those_of_a_chat(batcher: VLMBatcher) -> None:
+    with pytest.raises(InvalidPrompt, match="half of a surrogate pair"):
+        batcher.submit(prompt="hello", template={"tools": [{"name": "\ud800"}]})
+    with pytest.raises(PromptTooLong, match=r"the prompt has [0-9,]+ characters"):
+        batcher.submit(prompt="hello", template={"tools": [{"name": "x" * 2**26}]})
 
 
 def test_a_family_without_a_template_refuses_by_name() -> None:

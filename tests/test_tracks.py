@@ -40,9 +40,9 @@ from vlm_batch import (
     assets,
 )
 from vlm_batch.inputs import audio as module
-from vlm_batch.inputs.audio import Sound, load_audio
+from vlm_batch.inputs.audio import Sound, as_audio, load_audio, own_audio
 from vlm_batch.inputs.chats import Track, split_messages
-from vlm_batch.inputs.fetch import Cancelled, OperationCancelled
+from vlm_batch.inputs.fetch import USUAL, Cancelled, OperationCancelled
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.videos import load_video
 
@@ -176,7 +176,7 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
     path.write_bytes(data)
     uri = f"data:video/quicktime;base64,{base64.b64encode(data).decode()}"
     found = [
-        load_audio(source, 16_000).samples
+        load_audio(own_audio(as_audio(source), USUAL), 16_000).samples
         for source in (data, path, uri, io.BytesIO(data))
     ]
     assert all(np.array_equal(one, found[0]) for one in found)

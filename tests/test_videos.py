@@ -43,9 +43,9 @@ from vlm_batch import (
     VLMBatcher,
     assets,
 )
-from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.images import load_image, own_image
 from vlm_batch.inputs.processing import Processing
-from vlm_batch.inputs.videos import Clip, Sampling, load_video
+from vlm_batch.inputs.videos import Clip, Sampling, load_video, own_video
 from vlm_batch.models._qwen2_vl import each_frame_bounded
 
 CHECKPOINT = assets.default_checkpoint()
@@ -240,6 +240,18 @@ def test_frames_given_one_by_one(tmp_path: Path) -> None:
         assert (clip.total, clip.fps, clip.indices) == (5, 4, (0, 1, 2, 3, 4))
     assert seen(load_video(Video(expected, max_frames=3))) == [0, 2, 4]
     assert load_video(expected, Sampling(fps=1.5)).fps == 1.5
+
+
+def test_of_a_mapped_array_the_wanted_frames_are_copied() -> None:
+    """The file may be larger than memory, and its owner may write to it."""
+    frame = grey(3, 960, 640)
+    mapped = np.broadcast_to(frame, (200_000, *frame.shape))
+    owned = own_video(Video(mapped, num_frames=2), own_image)
+    assert np.array_equal(load_video(owned).frames, [frame, frame])
+    written = np.stack([grey(1), grey(2), grey(3)])
+    owned = own_video(Video(written, max_frames=2), own_image)
+    written[:] = 0
+    assert load_video(owned).frames[:, 0, 0, 0].tolist() == [LEVELS, 3 * LEVELS]
 
 
 def test_frames_are_scaled_down_and_never_up(film: Path) -> None:

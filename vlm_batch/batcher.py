@@ -364,7 +364,7 @@ class VLMBatcher:
     @property
     def spec(self) -> ModelSpec:
         """Facts about the model's family."""
-        return self._preparer.spec
+        return self._preparer.facts.spec
 
     @property
     def processing(self) -> Processing:
@@ -382,7 +382,7 @@ class VLMBatcher:
     @property
     def max_context(self) -> int | None:
         """The model's context in positions, if known."""
-        return self._preparer.max_context
+        return self._preparer.facts.max_context
 
     def stats(self) -> Stats:
         """Return live counters without stopping the engine."""

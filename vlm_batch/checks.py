@@ -144,7 +144,7 @@ def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
         if value is None:
             return ()
         return tuple(value)
-    except TypeError:
+    except Exception:  # no sequence, too long a one, an object with a defect
         raise InvalidParameters(
             f"{name} is {shown(value)}; it must be a sequence, or None for none"
         ) from None

@@ -39,8 +39,9 @@ class Handle:
         self._new_conditions()
         self._events: list[Event] = []
         self._result: Result | None = None
-        # (only at the end, call); each is called once
-        self._listeners: list[tuple[bool, Callable[[], None]]] = []
+        # each is called once: at the next event, at the end
+        self._at_next: list[Callable[[], None]] = []
+        self._at_end: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         state = "running" if self._result is None else self._result.finish_reason
@@ -113,6 +114,7 @@ class Handle:
         """Return a future of the next event, or of the end. A call after reading events can miss one."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
+        listeners = self._at_end if only_end else self._at_next
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
@@ -122,12 +124,12 @@ class Handle:
             # by a timeout; there may be many before the next event
             if given_up.cancelled():
                 with self._changed, contextlib.suppress(ValueError):
-                    self._listeners.remove((only_end, tell))
+                    listeners.remove(tell)
 
         future.add_done_callback(forget)
         with self._changed:
             if self._result is None:
-                self._listeners.append((only_end, tell))
+                listeners.append(tell)
             else:
                 future.set_result(None)
         return future
@@ -136,7 +138,7 @@ class Handle:
         """Call ``call`` at the request's end on the engine's thread, or now if it has ended."""
         with self._changed:
             if self._result is None:
-                self._listeners.append((True, call))
+                self._at_end.append(call)
                 return
         call()
 
@@ -147,7 +149,7 @@ class Handle:
                 return
             self._events.append(event)
             self._result = event.result
-            listeners = self._listeners_of(is_end=event.result is not None)
+            listeners = self._take_listeners()
             self._changed.notify_all()
         for tell in listeners:
             try:
@@ -155,25 +157,22 @@ class Handle:
             except BaseException:  # a listener's error must not stop the engine
                 _log.exception("a listener of request %s raised", self.request_id)
 
-    def _listeners_of(self, *, is_end: bool) -> list[Callable[[], None]]:
+    def _take_listeners(self) -> list[Callable[[], None]]:
         """Take the listeners of an event; at the end all, and let go of the engine."""
-        called: list[Callable[[], None]] = []
-        kept: list[tuple[bool, Callable[[], None]]] = []
-        for only_end, call in self._listeners:
-            if is_end or not only_end:
-                called.append(call)
-            else:
-                kept.append((only_end, call))
-        self._listeners = kept
-        if is_end:
+        taken = [*self._at_next]
+        self._at_next.clear()
+        if self._result is not None:
+            taken += self._at_end
+            self._at_end.clear()
             self._cancel, self._is_on_engine = None, lambda: False
             self._ended.notify_all()
-        return called
+        return taken
 
     def renew_lock(self) -> None:
         """Replace the lock in a child process: its holder may be gone."""
         self._new_conditions()
-        self._listeners = []
+        self._at_next.clear()
+        self._at_end.clear()
 
     def _new_conditions(self) -> None:
         lock = threading.RLock()

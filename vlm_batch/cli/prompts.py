@@ -27,6 +27,7 @@ from mlx_vlm.utils import (
 from vlm_batch.adapters.base import Adapter
 from vlm_batch.cli import oracle
 from vlm_batch.errors import InvalidRequest, UnsupportedModel
+from vlm_batch.inputs.checking import ModelFacts
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.processors import with_pillow
@@ -307,7 +308,7 @@ class Folder:
         self.processing = Processing(
             adapter.processor(with_pillow(self.processor)), self.config
         )
-        self.preparer = Preparer(self.processing, spec, image_token_ids=frozenset())
+        self.preparer = Preparer(self.processing, ModelFacts(spec=spec))
 
     def make(self, case: Case) -> Made:
         """Return what the engine's own way makes of a case."""

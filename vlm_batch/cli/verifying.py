@@ -21,6 +21,7 @@ from vlm_batch.caches import Placement
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.shapes import FixedShapes, FreeShapes
+from vlm_batch.inputs.checking import ModelFacts
 from vlm_batch.inputs.prepare import Preparer
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.loading import adapt
@@ -267,9 +268,11 @@ def prepared(
     )
     preparer = Preparer(
         processing,
-        adapter.spec,
-        image_token_ids=adapter.image_token_ids,
-        max_context=adapter.max_context,
+        ModelFacts(
+            spec=adapter.spec,
+            image_token_ids=adapter.image_token_ids,
+            max_context=adapter.max_context,
+        ),
     )
     return [
         as_numpy(preparer.prepare(preparer.check(request)).inputs)

@@ -124,9 +124,10 @@ def load_audio(
 ) -> Sound:
     """Read a recording as mono samples at ``rate``: average channels, then resample.
 
-    ``max_seconds`` is checked on the header and while decoding. Raises InvalidAudio or OperationCancelled.
+    Buffers and open files go through ``own_audio`` before. ``max_seconds`` is checked on the header and while decoding.
+    Raises InvalidAudio or OperationCancelled.
     """
-    audio = fetch_audio(own_audio(as_audio(audio), policy), policy, cancelled)
+    audio = fetch_audio(as_audio(audio), policy, cancelled)
     name = describe_audio(audio)
     parts: list[np.ndarray] = []
     count = 0
@@ -183,7 +184,7 @@ def _blocks(
     """Yield rate, announced samples, and blocks (n,) of mono float32, of the first recording or of all in the file."""
     source, name = audio.source, describe_audio(audio)
     if isinstance(source, np.ndarray):
-        yield int(audio.rate or 0), len(source), iter((source,))
+        yield int(audio.rate or 0), len(source), _mono(iter((source,)), audio)
         return
     data = source
     if isinstance(source, Fetched):
@@ -348,7 +349,7 @@ def _samples_of(array: np.ndarray, audio: Audio) -> np.ndarray:
 def _as_floats(array: np.ndarray) -> np.ndarray:
     """Return samples as float32 in -1..1."""
     if array.dtype.kind == "f":
-        return array.astype(np.float32)
+        return array.astype(np.float32, copy=False)
     if array.dtype in (np.int16, np.int32):
         scaled = array / np.float32(-float(np.iinfo(array.dtype).min))
         return scaled.astype(np.float32)

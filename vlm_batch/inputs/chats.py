@@ -156,7 +156,9 @@ def _turn(message: Any, media: Mapping[str, Media]) -> dict[str, Any]:
         )
     calls = message.get("tool_calls")
     if role == "assistant" and calls is not None:
-        turn["tool_calls"] = list(map(_tool_call, _listed(calls)))
+        right = "a list of mappings is expected"
+        _expect(_is_list(calls), "a message has the tool_calls", calls, right)
+        turn["tool_calls"] = list(map(_tool_call, calls))
     return turn
 
 
@@ -164,24 +166,30 @@ def _role_of(message: Any) -> str:
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidPrompt('every message must be a mapping with "role" and "content"')
     role = message["role"]
-    if isinstance(role, str) and role in ROLES:
-        return role
-    raise InvalidPrompt(
-        f"a message has the role {shown(role)}; the roles are {', '.join(ROLES)}"
-    )
+    right = f"the roles are {', '.join(ROLES)}"
+    _expect(_is_one_of(role, ROLES), "a message has the role", role, right)
+    return str(role)
+
+
+def _is_one_of(name: Any, known: Sequence[str]) -> bool:
+    return isinstance(name, str) and name in known
+
+
+def _expect(is_right: bool, has: str, value: Any, right: str) -> None:
+    """Refuse what a chat has, and say what is right."""
+    if not is_right:
+        raise InvalidPrompt(f"{has} {shown(value)}; {right}")
 
 
 def _content(message: Mapping[Any, Any], media: Mapping[str, Media]) -> Any:
     """Return a message's text, or its parts as templates take them."""
-    content = message.get("content")
+    content: Any = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant":
         return ""  # it called tools and said nothing
-    if not isinstance(content, (list, tuple)):
-        raise InvalidPrompt(
-            f"a message has the content {shown(content)}; text or a list of parts is expected"
-        )
+    right = "text or a list of parts is expected"
+    _expect(_is_list(content), "a message has the content", content, right)
     parts: list[Any] = []
     for part in content:
         parts += _stripped(part, media)
@@ -200,24 +208,17 @@ def _is_nothing(value: Any) -> bool:
     return isinstance(value, (int, float, NoneType))
 
 
-def _listed(calls: Any) -> Sequence[Any]:
-    if not isinstance(calls, (list, tuple)):
-        raise InvalidPrompt(
-            f"a message has the tool_calls {shown(calls)}; a list of mappings is expected"
-        )
-    return calls
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
     """Return a tool call with parsed arguments: templates need values, not JSON."""
-    if not isinstance(call, Mapping):
-        raise InvalidPrompt(f"a tool call is {shown(call)}; a mapping is expected")
+    is_mapping = isinstance(call, Mapping)
+    _expect(is_mapping, "a tool call is", call, "a mapping is expected")
     function = call.get("function", call)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise InvalidPrompt(
-            f"a tool call is {shown(call)}; it needs a function with a name"
-        )
+    is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    _expect(is_named, "a tool call is", call, "it needs a function with a name")
     named = {**function, "arguments": _parsed(function.get("arguments", {}))}
     if "function" in call:
         return {**call, "function": named}
@@ -256,11 +257,9 @@ def _type_of(part: Any) -> str:
     if not isinstance(part, Mapping) or "type" not in part:
         raise InvalidPrompt('every content part must be a mapping with "type"')
     name = part["type"]
-    if isinstance(name, str) and name in _TYPES:
-        return name
-    raise InvalidPrompt(
-        f"a content part has the type {shown(name)}; the types are {', '.join(_TYPES)}"
-    )
+    right = f"the types are {', '.join(_TYPES)}"
+    _expect(_is_one_of(name, _TYPES), "a content part has the type", name, right)
+    return str(name)
 
 
 def _checked_text(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,10 +270,8 @@ def _checked_text(part: Mapping[str, Any]) -> dict[str, Any]:
             f"a part of type {kind!r} has {stray[0]!r}; a picture or video is a part of its own"
         )
     text = part.get("text", part.get("content"))
-    if not isinstance(text, str):
-        raise InvalidPrompt(
-            f"a content part of type {kind!r} has the text {shown(text)}; a string is expected"
-        )
+    has = f"a content part of type {kind!r} has the text"
+    _expect(isinstance(text, str), has, text, "a string is expected")
     return {**part, **_text_part(text)}
 
 
@@ -308,7 +305,7 @@ def _check_picture(part: Mapping[str, Any], kind: Kind, *, is_bare: bool) -> Non
         )
     wrong = _stray(part, (*kind.keys, "type"))
     if is_bare:
-        wrong = sorted(set(given) - _BARE) or wrong
+        wrong = sorted(map(str, set(given) - _BARE)) or wrong
     if wrong:
         raise InvalidPrompt(
             f"a picture part does not know {', '.join(wrong)}; its picture is in {' or '.join(kind.keys)}"
@@ -345,10 +342,8 @@ def _recording(named: Any) -> Any:
         return named
     data = named.get("data")
     payload = named.get("url") if data is None else data
-    if not isinstance(payload, str):
-        raise InvalidPrompt(
-            f"a recording part has the data {shown(payload)}; base64 is expected"
-        )
+    is_text = isinstance(payload, str)
+    _expect(is_text, "a recording part has the data", payload, "base64 is expected")
     if data is None or is_data_uri(payload):
         return payload
     # the bytes say which format they are of
@@ -357,13 +352,19 @@ def _recording(named: Any) -> Any:
 
 def _with_options(payload: Any, part: Mapping[str, Any], kind: Kind) -> Any:
     """Return a video with what its part says of it."""
-    named = part.keys() - {"type", *kind.keys}
-    unknown = sorted(named - _VIDEO_OPTIONS.keys())
+    options = {**part}
+    for key in ("type", *kind.keys):
+        options.pop(key, None)
+    unknown = sorted(map(str, options.keys() - _VIDEO_OPTIONS.keys()))
     if unknown:
         raise InvalidPrompt(
             f"a video part does not know {unknown}; it takes {sorted(_VIDEO_OPTIONS)}"
         )
-    given = [key for key in part if key in named and part[key] is not None]
+    given = {
+        _VIDEO_OPTIONS[key]: value
+        for key, value in options.items()
+        if value is not None
+    }
     if not given:
         return payload
     if payload is None:
@@ -371,7 +372,7 @@ def _with_options(payload: Any, part: Mapping[str, Any], kind: Kind) -> Any:
             "a video part without a video says how it is sampled; say so in videos=[Video(...)]"
         )
     video = payload if isinstance(payload, Video) else Video(payload)
-    return replace(video, **{_VIDEO_OPTIONS[key]: part[key] for key in given})
+    return replace(video, **given)
 
 
 def with_parts(prompt: str | list[Message], *counts: int) -> list[dict[str, Any]]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from vlm_batch.checks import check_within
 from vlm_batch.errors import (
+    InvalidAudio,
     InvalidImage,
     InvalidParameters,
     InvalidPrompt,
     InvalidVideo,
 )
-from vlm_batch.inputs.audio import check_seconds
+from vlm_batch.inputs.audio import as_audio, check_seconds, own_audio
 from vlm_batch.inputs.chats import Track, has_sound, split_messages
-from vlm_batch.inputs.copied import MediaCopier
 from vlm_batch.inputs.given import (
     check_template,
     check_text,
@@ -26,23 +27,26 @@ from vlm_batch.inputs.given import (
     checked_inputs,
 )
 from vlm_batch.inputs.grammar import Forms
+from vlm_batch.inputs.images import each_picture, own_image
 from vlm_batch.inputs.limits import (
     Limits,
     check_enlarged,
     check_length,
     check_num_pictures,
+    check_num_recordings,
     check_pixels,
 )
 from vlm_batch.inputs.media import KINDS
 from vlm_batch.inputs.processing import PixelBounds, Processing
 from vlm_batch.inputs.question import CHARACTERS_PER_TOKEN, Question
+from vlm_batch.inputs.recalled import own_picture
 from vlm_batch.inputs.refusals import exceeds, refused_as
 from vlm_batch.inputs.reserved import ReservedWords, texts_of
+from vlm_batch.inputs.videos import as_video, own_video
 from vlm_batch.records import Thinking
 from vlm_batch.registry import ModelSpec
 from vlm_batch.store.pictures import PictureStore
 from vlm_batch.types import (
-    Audio,
     FetchPolicy,
     Message,
     Request,
@@ -66,16 +70,18 @@ class ModelFacts:
     """Facts of a model that decide about its requests.
 
     Attributes:
+        spec: its family's.
         image_token_ids: tokens that mark picture features.
         check_inputs: refuses processed inputs that do not fit.
         max_context: positions of its context; None if unknown.
         num_logits: number of tokens that it chooses from; None where that depends on the request.
     """
 
-    image_token_ids: frozenset[int]
-    check_inputs: Callable[[Mapping[str, Any]], None]
-    max_context: int | None
-    num_logits: int | None
+    spec: ModelSpec
+    image_token_ids: frozenset[int] = frozenset()
+    check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None
+    max_context: int | None = None
+    num_logits: int | None = None
 
 
 class Checker:
@@ -84,7 +90,6 @@ class Checker:
     def __init__(
         self,
         processing: Processing,
-        spec: ModelSpec,
         facts: ModelFacts,
         *,
         limits: Limits,
@@ -94,15 +99,16 @@ class Checker:
         pictures: PictureStore | None,
     ) -> None:
         self._processing = processing
-        self._spec = spec
         self._facts = facts
         self._limits = limits
         self._fetch = fetch
         self._forms = forms
-        self._media = MediaCopier(spec, limits, fetch, pictures)
         self._reserved = reserved
+        own = partial(own_image, policy=fetch, max_pixels=limits.image_pixels)
+        self._own_frame = own
+        self._own_picture = partial(own_picture, own=own, store=pictures)
         bounds = (limits.min_pixels, limits.max_pixels)
-        if spec.images and processing.pixels is None and bounds != (None, None):
+        if facts.spec.images and processing.pixels is None and bounds != (None, None):
             raise self._without_bounds()
 
     def check(self, request: Request) -> Question:
@@ -110,7 +116,7 @@ class Checker:
         params = request.params
         self._check_ids(params)
         new_form = 0 if params.form is None else self._forms.check(params)
-        check_types(request)
+        check_types(request, self._fetch)
         check_template(request)
         if any(map(has_sound, request.videos)):
             request = _as_chat(request)
@@ -122,11 +128,18 @@ class Checker:
         turns: list[Message] = []
         if request.messages is not None:
             turns, media = split_messages(request.messages, *media)
-        images, videos, audios = media = self._media.copies(*media)
+        images, videos, audios = media
+        self._check_takes(images, videos, audios)
         question = Question(
-            images=images,
-            videos=videos,
-            audios=tuple(audio for audio in audios if isinstance(audio, Audio)),
+            images=tuple(each_picture(self._own_picture, images)),
+            videos=tuple(
+                own_video(as_video(video), self._own_frame) for video in videos
+            ),
+            audios=tuple(
+                own_audio(as_audio(audio), self._fetch)
+                for audio in audios
+                if not isinstance(audio, Track)
+            ),
             tracks=tuple(map(_video_of, audios)),
             fetch=self._fetch,
             params=params,
@@ -135,13 +148,35 @@ class Checker:
             client=request.client,
             new_form=new_form,
             is_templated=request.template is not None,
-            options=tuple(request.options),
+            options=request.options,
             **self._checked_prompt(request, turns, media),
         ).measured()
         self.check_size(question)
         if params.form is None and params.thinking_budget is None:
             return question
         return replace(question, thinking=self._thinking(question, request))
+
+    def _check_takes(
+        self, images: Sequence[Any], videos: Sequence[Any], audios: Sequence[Any]
+    ) -> None:
+        """Refuse media of a kind that the family does not take, and more than are read."""
+        spec = self._facts.spec
+        if images and not spec.images:
+            raise InvalidImage(
+                f"{spec.family} takes no pictures: it is a language model"
+            )
+        if len(images) > 1 and not spec.multi_image:
+            raise InvalidImage(
+                f"{spec.family} takes one picture a request; given: {len(images)}"
+            )
+        check_num_pictures(self._limits, len(images) + len(videos))
+        if videos and not spec.video:
+            raise InvalidVideo(f"{spec.family} takes no videos: {spec.no_video}")
+        if audios and not spec.audio:
+            is_track = isinstance(audios[0], Track)
+            what = "no video's sound" if is_track else "no recordings"
+            raise InvalidAudio(f"{spec.family} takes {what}: {spec.no_audio}")
+        check_num_recordings(self._limits, len(audios))
 
     def check_size(self, question: Question) -> None:
         """Refuse media that are larger together than is read."""
@@ -182,7 +217,9 @@ class Checker:
                 self._facts.check_inputs({"input_ids": np.array([ids])})
             self._check_length(len(ids), 1, "token_ids has {} ids")
             return {"token_ids": ids}
-        return {"prompt": self._rendered(request, turns, list(map(len, media)))}
+        # nested deeper than Python follows, or in itself
+        with refused_as(InvalidPrompt, "the text cannot be read"):
+            return {"prompt": self._rendered(request, turns, list(map(len, media)))}
 
     def _check_fit(self, inputs: Mapping[str, Any]) -> None:
         # the family's arithmetic on shapes and types that it does not know
@@ -196,27 +233,27 @@ class Checker:
     ) -> str:
         """Return the text that the processor gets; ``counts`` count media by ``KINDS``."""
         options = request.template
-        asked: str | list[Message] = turns
-        noun = "chat"
-        if request.prompt is not None:
-            asked, noun = request.prompt, "prompt"
+        asked = turns if request.prompt is None else request.prompt
         texts = list(texts_of(asked))
+        if options is not None:
+            texts += texts_of(options.arguments)
         for text in texts:
             check_text(text)
+        noun = "chat" if request.prompt is None else "prompt"
         said = f"the {noun} has {{}} characters"
         self._check_length(sum(map(len, texts)), CHARACTERS_PER_TOKEN, said)
+        if isinstance(asked, str) and not asked.strip():
+            raise InvalidPrompt("the prompt is empty")
         if options is None:
-            self._check_final(str(asked), counts)
+            self._check_placeholders(str(asked), counts)
             return str(asked)
         if options.escape_special_tokens:
             asked, options = self._reserved.escaped(asked), self._escaped(options)
         self._reserved.check(asked, options.arguments)
         return self._processing.render(asked, *counts, options=options)
 
-    def _check_final(self, prompt: str, counts: Sequence[int]) -> None:
-        """Refuse a rendered prompt that is empty, or has other media than the request."""
-        if not prompt.strip():
-            raise InvalidPrompt("the prompt is empty")
+    def _check_placeholders(self, prompt: str, counts: Sequence[int]) -> None:
+        """Refuse a rendered prompt that has places for other media than the request's."""
         for kind, given in zip(KINDS, counts, strict=True):
             room = self._processing.count_placeholders(prompt, kind.marker)
             if room not in (None, given):
@@ -238,11 +275,12 @@ class Checker:
 
     def _pixels(self, request: Request) -> PixelBounds | None:
         """Return the bounds of the request's pictures; None for the processor's own."""
-        limit, own = self._limits.max_pixels, self._processing.pixels
+        limit = self._limits.max_pixels
         asked_least = _or_else(request.min_pixels, self._limits.min_pixels)
         asked_most = _or_else(request.max_pixels, limit)
         if (asked_least, asked_most) == (None, None):
             return None
+        own = self._processing.pixels
         if own is None:
             raise self._without_bounds()
         most = _or_else(asked_most, own.most)
@@ -263,7 +301,7 @@ class Checker:
 
     def _without_bounds(self) -> InvalidImage:
         return InvalidImage(
-            f"min_pixels and max_pixels: {self._spec.family}'s processor has no such bounds; leave them out"
+            f"min_pixels and max_pixels: {self._facts.spec.family}'s processor has no such bounds; leave them out"
         )
 
     def _thinking(self, question: Question, request: Request) -> Thinking | None:
@@ -315,7 +353,7 @@ def rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
     return -1
 
 
-def _video_of(audio: Audio | Track) -> int | None:
+def _video_of(audio: Any) -> int | None:
     if isinstance(audio, Track):
         return audio.video
     return None

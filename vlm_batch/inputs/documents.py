@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from io import BytesIO
 from typing import Any
 
 from PIL import Image
@@ -17,6 +16,7 @@ from vlm_batch.inputs.images import (
     MAX_SIDE,
     load_image,
     opened,
+    opened_bytes,
     page_numbers,
 )
 from vlm_batch.inputs.refusals import refused_as
@@ -63,7 +63,7 @@ def load_page(
             return _render(path, number, dpi, longest)
         with open(path, "rb") as file:
             data = file.read()
-        with closing(opened(BytesIO(data))) as image:
+        with closing(opened_bytes(data)) as image:
             image.seek(page_numbers(image)[number])
             return load_image(image)
     except Exception as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any
 
@@ -19,11 +19,12 @@ from vlm_batch.errors import (
     InvalidRequest,
     shown,
 )
+from vlm_batch.inputs.fetch import Unreadable, local_path
 from vlm_batch.inputs.images import names_picture, picture_suffixes
 from vlm_batch.inputs.refusals import refused_as
 from vlm_batch.inputs.template import refuse
 from vlm_batch.store.prompt import PromptCache
-from vlm_batch.types import ImageInput, Request
+from vlm_batch.types import FetchPolicy, ImageInput, Request
 
 #: Ways to say what is asked, of which a request has one.
 _WAYS = ("prompt", "messages", "token_ids", "inputs")
@@ -45,7 +46,7 @@ _TYPES: tuple[tuple[str, type, str, type[InvalidRequest]], ...] = (
 )
 
 
-def check_types(request: Request) -> None:
+def check_types(request: Request, policy: FetchPolicy) -> None:
     """Refuse a request that asks in no way or in several, or with values of other types."""
     given = [name for name in _WAYS if getattr(request, name) is not None]
     if not given:
@@ -57,7 +58,7 @@ def check_types(request: Request) -> None:
         is_right = isinstance(value, (kind, NoneType))
         demand(is_right, error, name, value, right)
     if request.prompt is not None:
-        _check_places(request.prompt, request.images, request.videos)
+        _check_places(request.prompt, request.images, request.videos, policy)
 
 
 def _one_is_needed(given: str) -> InvalidPrompt:
@@ -106,7 +107,10 @@ def check_text(text: str) -> None:
 
 
 def _check_places(
-    prompt: str, images: Sequence[ImageInput], videos: Sequence[Any]
+    prompt: str,
+    images: Sequence[ImageInput],
+    videos: Sequence[Any],
+    policy: FetchPolicy,
 ) -> None:
     """Refuse a picture in the prompt's place."""
     is_alone = not images and not videos
@@ -117,11 +121,13 @@ def _check_places(
     image = _only_text(images)
     if image is None or names_picture(image) or not names_picture(prompt):
         return
-    if not os.path.exists(image):
-        raise InvalidImage(
-            f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
-            "It is submit(images, prompt)"
-        )
+    # nobody is told what is where nothing may be read
+    with suppress(Unreadable):
+        if not local_path(image, policy).exists():
+            raise InvalidImage(
+                f"images is {shown(image)}, which is no file, and prompt is {shown(prompt)}: have they changed places? "
+                "It is submit(images, prompt)"
+            )
 
 
 def _is_file_name(prompt: str) -> bool:
@@ -144,21 +150,16 @@ def checked_ids(given: Any, image_token_ids: frozenset[int]) -> tuple[int, ...]:
 
 def _row_of(given: Any) -> np.ndarray:
     """Return integers as an array (L,), of at least one. Raises InvalidPrompt."""
-    try:
+    right = "a list or array (L,) of integers"
+    with refused_as(InvalidPrompt, f"token_ids is {shown(given)}; it must be {right}"):
         array = np.asarray(given)
-    except Exception as error:
-        raise InvalidPrompt(
-            f"token_ids is {shown(given)}; a list or array of integers is expected"
-        ) from error
     if array.size == 0:
         raise InvalidPrompt("token_ids is empty")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
-    is_whole = array.dtype.kind in "iu" and not _holds_truths(given)
-    if array.ndim != 1 or not is_whole:
-        raise InvalidPrompt(
-            f"token_ids is {shown(given)}; a list or array (L,) of integers is expected"
-        )
+    are_whole = array.dtype.kind in "iu" and not _holds_truths(given)
+    is_right = are_whole and array.ndim == 1
+    demand(is_right, InvalidPrompt, "token_ids", given, right)
     return array
 
 
@@ -173,10 +174,10 @@ def checked_inputs(inputs: Mapping[str, Any], has_media: bool) -> dict[str, Any]
         raise InvalidPrompt(
             "inputs= are processed already: their pictures belong into pixel_values, not into images"
         )
-    if "input_ids" not in inputs:
-        raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
     with refused_as(InvalidPrompt, "inputs= cannot be copied"):
         arrays = copy.deepcopy(as_numpy(inputs))
+    if "input_ids" not in arrays:
+        raise InvalidPrompt("inputs= needs input_ids of shape (1, L)")
     for name, value in arrays.items():
         _check_is_numbers(name, value)
     _check_input_ids(arrays["input_ids"])
@@ -191,15 +192,14 @@ def _check_is_numbers(name: str, value: Any) -> None:
 
 
 def _check_input_ids(ids: Any) -> None:
-    if not isinstance(ids, np.ndarray):
-        raise InvalidPrompt(
-            f"inputs= needs input_ids as an array (1, L); given: {shown(ids)}"
-        )
-    if ids.shape != (1, max(1, ids.size)):
-        raise InvalidPrompt(
-            f"inputs= needs input_ids of shape (1, L), one request a submit; given: {ids.shape}"
-        )
-    if ids.dtype.kind not in "iu":
-        raise InvalidPrompt(f"inputs= needs input_ids of integers; given: {ids.dtype}")
+    _check_ids_are(isinstance(ids, np.ndarray), "as an array (1, L)", ids)
+    is_row = ids.shape == (1, max(1, ids.size))
+    _check_ids_are(is_row, "of shape (1, L), one request a submit", ids.shape)
+    _check_ids_are(ids.dtype.kind in "iu", "of integers", ids.dtype)
     if (ids.astype(np.int32) != ids).any():  # MLX would cut them, too
         raise InvalidPrompt("inputs= has input_ids beyond 32 bits")
+
+
+def _check_ids_are(is_right: bool, right: str, given: Any) -> None:
+    if not is_right:
+        raise InvalidPrompt(f"inputs= needs input_ids {right}; given: {shown(given)}")

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
@@ -31,6 +31,7 @@ from vlm_batch.inputs.fetch import (
     contents,
     fetch,
     is_address,
+    is_data_uri,
     name_medium,
 )
 from vlm_batch.inputs.refusals import exceeds, refused_as, unread_as
@@ -88,6 +89,8 @@ _TIFF_KIND, _TIFF_NO_PAGE = 254, 0b101
 #: Frames of a TIFF that are looked at for a second page.
 _MAX_PREVIEWS = 64
 _LIMIT_LOCK = threading.Lock()
+#: Most pieces in which a file in memory is read until its size is known: ten million empty ones would take a minute.
+MAX_PIECES = 1 << 16
 
 
 def load_image(
@@ -100,6 +103,7 @@ def load_image(
 
     Transparency becomes white; grey of more than 8 bits is scaled. Raises InvalidImage or OperationCancelled.
     """
+    cancelled.check()
     if isinstance(source, Image.Image):
         image = source
     elif isinstance(
@@ -185,12 +189,41 @@ def names_picture(text: str) -> bool:
 describe_source = partial(name_medium, noun="picture")
 
 
-def own_image(source: ImageInput) -> ImageInput:
+def each_picture(
+    call: Callable[[ImageInput], Any], images: Sequence[ImageInput]
+) -> list[Any]:
+    """Call a function with each picture; of several, an error says which one it was."""
+    made = []
+    for number, source in enumerate(images, 1):
+        try:
+            made.append(call(source))
+        except InvalidImage as error:
+            has_name = isinstance(source, (str, Path)) and not is_data_uri(source)
+            if len(images) == 1 or has_name:
+                raise
+            raise InvalidImage(
+                f"picture {number} of {len(images)}: {error.reason}",
+                advice=error.advice,
+            ) from error
+    return made
+
+
+def own_image(
+    source: ImageInput,
+    policy: FetchPolicy = USUAL,
+    max_pixels: int | None = DEFAULT_MAX_PIXELS,
+) -> ImageInput:
     """Copy what the caller could still change.
 
     Undecoded PIL images become their files' bytes, so that thousands can wait. Foreign code's SystemExit becomes
     InvalidImage.
     """
+    if is_data_uri(source):
+        return fetch_image(source, policy)
+    if isinstance(source, np.ndarray) and source.ndim > 1:
+        # before it is copied: a mapped file may be larger than memory
+        height, width = source.shape[:2]
+        check_size(describe_source(source), width, height, max_pixels)
     own = next(own for kinds, own in _OWN if isinstance(source, kinds))
     with refused_as(
         InvalidImage, f"{describe_source(source)} cannot be decoded", _said
@@ -266,7 +299,7 @@ def _file_bytes(image: ImageFile.ImageFile) -> bytes | None:
         data = image.fp.read()
     finally:
         image.fp.seek(position)
-    with opened(BytesIO(data)) as again:
+    with opened_bytes(data) as again:
         is_same = (again.size, again.mode) == (image.size, image.mode)
     if is_same:
         return data
@@ -297,7 +330,7 @@ def count_pixels(source: ImageInput) -> int:
 def _count_in_file(data: bytes) -> int:
     if data.startswith(ICON):
         return max(map(math.prod, _icon_sizes(data)))
-    with opened(BytesIO(data)) as image:
+    with opened_bytes(data) as image:
         return math.prod(image.size)
 
 
@@ -321,8 +354,7 @@ def _open(
 ) -> Image.Image:
     name = describe_source(source)
     source = contents(fetch_image(source, policy, cancelled))
-    file = source if isinstance(source, BytesIO) else BytesIO(bytes(source))
-    data = file.getvalue()
+    data = source.getvalue() if isinstance(source, BytesIO) else bytes(source)
     if not data:
         raise InvalidImage(f"{name} is empty (0 bytes)")
     if data.startswith(ICON):
@@ -330,7 +362,7 @@ def _open(
             check_size(name, width, height, max_pixels)
     with refused_as(InvalidImage, f"{name} cannot be opened", _said):
         try:
-            return opened(file)
+            return opened_bytes(data)
         except Image.UnidentifiedImageError as error:
             raise InvalidImage(f"{name} is {_what_it_is(data)}") from error
 
@@ -359,6 +391,26 @@ def opened(source: Any) -> Image.Image:
             return Image.open(source, formats=formats)
         finally:
             Image.MAX_IMAGE_PIXELS = limit
+
+
+class _Pieces(BytesIO):
+    """A picture's file, which counts how often it is read until it is open."""
+
+    left: float = MAX_PIECES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(f"its header has over {MAX_PIECES:,} pieces")
+        return super().read(size)
+
+
+def opened_bytes(data: bytes) -> Image.Image:
+    """Read the header of a picture in memory."""
+    file = _Pieces(data)
+    image = opened(file)
+    file.left = math.inf
+    return image
 
 
 def page_numbers(image: Any) -> list[int]:
@@ -480,6 +532,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     is_transparent = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     if is_transparent:
         return _on_white(image)
+    if image.mode == "RGB":
+        return image  # ``convert`` would copy it
     return image.convert("RGB")
 
 

@@ -19,7 +19,7 @@ from vlm_batch.inputs.fetch import Cancelled, Fetched, OperationCancelled, Recal
 from vlm_batch.inputs.grammar import Form
 from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.pool import Pool
-from vlm_batch.inputs.question import Lane, Prepared, Question, lane_of, late_error
+from vlm_batch.inputs.question import Lane, Prepared, Question, late_error
 from vlm_batch.runtime import threads
 from vlm_batch.types import Audio
 
@@ -49,12 +49,7 @@ class Loading:
         self.read_seconds = self.process_seconds = 0.0
         self._began = time.perf_counter()
         self._media = list(question.media)
-        #: Index and lane of each medium that has still to be read.
-        self.unread: dict[int, Lane] = {}
-        for at, medium in enumerate(self._media):
-            lane = lane_of(medium)
-            if lane is not None:
-                self.unread[at] = lane
+        self.unread = question.unread
         # its pictures and videos are in memory, or at hand
         self.is_read = not self.unread
         #: Bytes of the prepared inputs; None while unknown.

@@ -22,10 +22,9 @@ from vlm_batch.inputs.audio import (
     load_audio,
 )
 from vlm_batch.inputs.checking import Checker, ModelFacts
-from vlm_batch.inputs.copied import naming_the_picture
 from vlm_batch.inputs.fetch import NEVER, USUAL, Cancelled
 from vlm_batch.inputs.grammar import Form, Forms
-from vlm_batch.inputs.images import load_image
+from vlm_batch.inputs.images import each_picture, load_image
 from vlm_batch.inputs.limits import LIMITS, Limits, check_num_pictures
 from vlm_batch.inputs.options import tokens_of_options
 from vlm_batch.inputs.processing import ESCAPE, Processing, ProcessorPool
@@ -36,7 +35,6 @@ from vlm_batch.inputs.refusals import exceeds
 from vlm_batch.inputs.reserved import ReservedWords
 from vlm_batch.inputs.videos import Clip, load_video
 from vlm_batch.records import OptionTokens
-from vlm_batch.registry import ModelSpec
 from vlm_batch.runtime.memory import trim
 from vlm_batch.store.digest import hash_ahead
 from vlm_batch.store.pictures import PictureStore
@@ -44,44 +42,29 @@ from vlm_batch.types import Audio, FetchPolicy, ImageInput, Request
 
 
 class Preparer:
-    """One model's ``check`` (submitter's thread) and ``prepare`` (a loader's thread).
-
-    The arguments after the processor and the family's facts are those of ``ModelFacts``, and the batcher's.
-    """
+    """One model's ``check`` (submitter's thread) and ``prepare`` (a loader's thread)."""
 
     def __init__(
         self,
         processing: Processing,
-        spec: ModelSpec,
+        facts: ModelFacts,
         *,
-        image_token_ids: frozenset[int],
-        check_inputs: Callable[[Mapping[str, Any]], None] = lambda inputs: None,
-        max_context: int | None = None,
-        num_logits: int | None = None,
         limits: Limits = LIMITS,
         fetch: FetchPolicy = USUAL,
         pictures: PictureStore | None = None,
     ) -> None:
         self.processing = processing
-        self.spec = spec
-        self.max_context = max_context
+        self.facts = facts
         self._pictures = pictures
         self._limits = limits
         self._fetch = fetch
-        self._image_token_ids = image_token_ids
         self._forms = Forms(processing.tokenizer, processing.eos_token_ids)
-        self._reserved = ReservedWords(processing, image_token_ids)
+        self._reserved = ReservedWords(processing, facts.image_token_ids)
         self._checker = Checker(
             processing,
-            spec,
-            ModelFacts(
-                image_token_ids=image_token_ids,
-                check_inputs=check_inputs,
-                max_context=max_context,
-                num_logits=num_logits,
-            ),
-            limits=self._limits,
-            fetch=self._fetch,
+            facts,
+            limits=limits,
+            fetch=fetch,
             forms=self._forms,
             reserved=self._reserved,
             pictures=pictures,
@@ -175,12 +158,7 @@ class Preparer:
         )
         if self._pictures is not None:
             load = partial(recalled_picture, load=load, store=self._pictures)
-        images = []
-        for number, source in enumerate(question.images, 1):
-            cancelled.check()
-            with naming_the_picture(source, number, len(question.images)):
-                images.append(load(source))
-        return images
+        return each_picture(load, question.images)
 
     def _decoded_clips(self, question: Question, cancelled: Cancelled) -> list[Clip]:
         bounds = self._limits.video_pixels, self._limits.image_pixels
@@ -221,10 +199,11 @@ class Preparer:
             self._fetch,
             cancelled,
         )
-        most = self.spec.audio_seconds
+        spec = self.facts.spec
+        most = spec.audio_seconds
         if exceeds(sound.seconds, most):
             raise InvalidAudio(
-                f"{describe_audio(audio)} has {sound.seconds:,.1f} s; {self.spec.family} hears {most:g} s of a recording: "
+                f"{describe_audio(audio)} has {sound.seconds:,.1f} s; {spec.family} hears {most:g} s of a recording: "
                 "cut it into several"
             )
         return sound
@@ -243,7 +222,7 @@ class Preparer:
             lent = self._rare_one(escapes=is_escaped)
         with lent as processing, processing.scaled_to(question.pixels):
             if prompt is None:
-                ids, marks = question.token_ids, self._image_token_ids
+                ids, marks = question.token_ids, self.facts.image_token_ids
                 return processing.inputs_of_ids(ids, images, marks, clips, sounds)
             make = processing.escaped_inputs if is_escaped else processing.inputs
             return make(

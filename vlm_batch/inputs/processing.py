@@ -89,8 +89,6 @@ class Processing:
         options: Template = PLAIN_TEMPLATE,
     ) -> str:
         """Render a prompt or chat; ``counts`` count pictures, videos and recordings."""
-        if isinstance(prompt, str) and not prompt.strip():
-            raise InvalidPrompt("the prompt is empty")
         if options.said:
             self.template.check(options)
         try:
@@ -172,9 +170,7 @@ class Processing:
 
     @property
     def _takes_last_alone(self) -> bool:
-        if self._has_own_template:
-            return False
-        return self.config.model_type in _LAST_MESSAGE
+        return self.config.model_type in _LAST_MESSAGE and not self._has_own_template
 
     @property
     def _has_own_template(self) -> bool:
@@ -282,17 +278,17 @@ class Processing:
 
     @contextmanager
     def scaled_to(self, bounds: PixelBounds | None) -> Iterator[None]:
-        """Scale pictures to ``bounds`` within the block."""
-        own = self.pixels
-        if bounds is None or own is None:
+        """Scale pictures to ``bounds`` within the block; None leaves the checkpoint's own."""
+        if bounds is None:
             yield
             return
         part = self.processor.image_processor
+        own = part.min_pixels, part.max_pixels
         try:
             part.min_pixels, part.max_pixels = bounds.least, bounds.most
             yield
         finally:
-            part.min_pixels, part.max_pixels = own.least, own.most
+            part.min_pixels, part.max_pixels = own
 
     @property
     def audio_rate(self) -> int:

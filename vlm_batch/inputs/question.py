@@ -15,7 +15,7 @@ from vlm_batch.inputs.grammar import LARGE, Form
 from vlm_batch.inputs.images import count_pixels
 from vlm_batch.inputs.media import Kind
 from vlm_batch.inputs.processing import PixelBounds
-from vlm_batch.inputs.videos import Sampling, is_to_be_fetched, measure_video
+from vlm_batch.inputs.videos import Sampling, measure_video, sources_to_read
 from vlm_batch.records import OptionTokens, Thinking
 from vlm_batch.types import (
     Audio,
@@ -74,7 +74,7 @@ class Question:
     new_form: int = 0
     form: Form | None = None
     is_templated: bool = True
-    options: tuple[Option, ...] = ()
+    options: Sequence[Option] = ()
 
     @property
     def least_tokens(self) -> int:
@@ -126,8 +126,14 @@ class Question:
         return self.num_pixels - sum(map(count_pixels, known)) >= MANY_PIXELS
 
     @property
+    def unread(self) -> dict[int, Lane]:
+        """Lanes of the media that have still to be read, by their places among ``media``."""
+        lanes = enumerate(map(lane_of, self.media))
+        return {at: lane for at, lane in lanes if lane is not None}
+
+    @property
     def lane(self) -> Lane:
-        reads = set(map(lane_of, self.media))
+        reads = set(self.unread.values())
         if Lane.NETWORK in reads:
             return Lane.NETWORK
         if self.takes_long or self.new_form >= LARGE:
@@ -161,30 +167,14 @@ class Prepared:
 
 def lane_of(medium: ImageInput | Video | Audio) -> Lane | None:
     """Return a medium's lane; None in memory."""
-    sources = _sources_to_read(medium)
-    if not sources:
-        return None
+    if isinstance(medium, Video):
+        sources = sources_to_read(medium)
+    else:
+        source = medium.source if isinstance(medium, Audio) else medium
+        sources = [source] if isinstance(source, (str, Path)) else []
     if any(map(is_url, sources)):
         return Lane.NETWORK
-    return Lane.DISK
-
-
-def _sources_to_read(medium: ImageInput | Video | Audio) -> list[Any]:
-    """Return the files and addresses of a medium that is not in memory."""
-    if isinstance(medium, Video):
-        return _sources_of_video(medium)
-    source = medium.source if isinstance(medium, Audio) else medium
-    if isinstance(source, (str, Path)):
-        return [source]
-    return []
-
-
-def _sources_of_video(video: Video) -> list[Any]:
-    if not is_to_be_fetched(video):
-        return []
-    if isinstance(video.source, (str, Path, bytes)):
-        return [video.source]
-    return list(video.source)
+    return Lane.DISK if sources else None
 
 
 def late_error(

@@ -17,7 +17,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlm_batch.arrays import Deferred, Joined
-from vlm_batch.inputs.fetch import Fetched, RecalledUri, contents
+from vlm_batch.inputs.fetch import RecalledUri, contents, is_data_uri
 from vlm_batch.inputs.processors import settings_of
 from vlm_batch.store.digest import digest
 from vlm_batch.store.pictures import PictureStore
@@ -54,18 +54,21 @@ class RecalledPicture(Image.Image):
         return super().convert(mode, *args, **options)
 
 
-def own_uri(
-    uri: str, read: Callable[[str], ImageInput], store: PictureStore
+def own_picture(
+    source: ImageInput,
+    own: Callable[[ImageInput], ImageInput],
+    store: PictureStore | None,
 ) -> ImageInput:
-    """Read a data URI, unless its picture was decoded before."""
-    key = b"uri " + blake3(uri.encode("utf-8", "surrogatepass")).digest()
+    """Copy a picture, but for the data URI of one that was decoded before."""
+    if store is None or not is_data_uri(source):
+        return own(source)
+    key = b"uri " + blake3(source.encode("utf-8", "surrogatepass")).digest()
     content = store.get(key)
     if content is not None and (size := store.get(content)) is not None:
-        return RecalledUri(uri, size, content)
-    source = read(uri)
-    if isinstance(source, Fetched):
-        store.put(key, _content(source.data))
-    return source
+        return RecalledUri(source, size, content)
+    read = own(source)
+    store.put(key, _content(contents(read)))
+    return read
 
 
 def _content(data: bytes) -> bytes:

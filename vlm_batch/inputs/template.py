@@ -181,7 +181,7 @@ class ChatTemplate:
 
         mlx-vlm's ``get_chat_template`` switches thinking off where nobody asked, and sorts the keys of tools.
         """
-        arguments: dict[str, Any] = dict(options.arguments)
+        arguments = options.arguments
         thinks = arguments.get("enable_thinking") is True
         if thinks and "thinking_mode" in self.reads:
             arguments.setdefault("thinking_mode", "enabled")

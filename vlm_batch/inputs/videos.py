@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,9 +177,11 @@ def own_video(video: Video, own: Callable[[ImageInput], ImageInput]) -> Video:
         return video
     if isinstance(source, (bytearray, memoryview)):
         return replace(video, source=bytes(source))
-    if isinstance(source, Sequence):
-        return _with_frames(video, own)
-    return replace(video, source=_of_foreign(np.array, video))
+    # an array may be a file that is mapped, of which a few frames are wanted
+    as_frames = list if isinstance(source, Sequence) else np.asarray
+    frames = _of_foreign(as_frames, video)
+    wanted = _thinned(len(frames), video).tolist()
+    return _with_frames(replace(video, source=frames), own, wanted)
 
 
 def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
@@ -189,25 +191,23 @@ def _of_foreign(call: Callable[[Any], Any], video: Video) -> Any:
 
 
 def _with_frames(
-    video: Video,
-    change: Callable[[ImageInput], ImageInput],
-    wanted: Collection[int] = (),
+    video: Video, change: Callable[[ImageInput], ImageInput], wanted: Sequence[int]
 ) -> Video:
-    """Apply ``change`` to the ``wanted`` frames, or all."""
-    frames = list(video.source)
-    for at in wanted or range(len(frames)):
+    """Apply ``change`` to the ``wanted`` frames; nobody reads the others."""
+    frames = _of_foreign(list, video)
+    for at in wanted:
         with _naming_the_frame(video, at):
             frames[at] = change(frames[at])
     return replace(video, source=frames)
 
 
-def is_to_be_fetched(video: Video) -> bool:
-    """Whether reading the video waits for a disk or network."""
+def sources_to_read(video: Video) -> list[Any]:
+    """Return what of a video waits for a disk or network: its file, or its frames' files."""
     source = video.source
     if isinstance(source, (str, Path, bytes)):
-        return True
+        return [source]
     frames = source if isinstance(source, Sequence) else ()
-    return any(isinstance(frame, (str, Path)) for frame in frames)
+    return [frame for frame in frames if isinstance(frame, (str, Path))]
 
 
 def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Video:
@@ -219,7 +219,7 @@ def fetch_video(video: Video, policy: FetchPolicy, cancelled: Cancelled) -> Vide
     if isinstance(source, (bytes, bytearray, memoryview)):
         file = file_of_bytes(bytes(source), describe_video(video))
         return replace(video, source=file)
-    if not is_to_be_fetched(video):
+    if not sources_to_read(video):
         return video
     wanted = _thinned(len(source), video).tolist()
     return _with_frames(

@@ -36,6 +36,7 @@ from vlm_batch.engine.reuse import Caches, Reuse
 from vlm_batch.engine.shapes import FreeShapes, Shapes
 from vlm_batch.engine.text import AnswerText
 from vlm_batch.errors import UnsupportedModel, is_out_of_memory
+from vlm_batch.inputs.checking import ModelFacts
 from vlm_batch.inputs.limits import Limits
 from vlm_batch.inputs.loaders import Loaders
 from vlm_batch.inputs.prepare import Preparer
@@ -141,11 +142,13 @@ def make_engine(model: nn.Module, processor: Any, options: EngineOptions) -> Eng
     )
     preparer = Preparer(
         processing,
-        adapter.spec,
-        image_token_ids=adapter.image_token_ids,
-        check_inputs=adapter.check_inputs,
-        max_context=adapter.max_context,
-        num_logits=num_logits(adapter.language, adapter.token_table),
+        ModelFacts(
+            spec=adapter.spec,
+            image_token_ids=adapter.image_token_ids,
+            check_inputs=adapter.check_inputs,
+            max_context=adapter.max_context,
+            num_logits=num_logits(adapter.language, adapter.token_table),
+        ),
         limits=options.limits,
         fetch=options.fetch,
         pictures=reuse.pictures,

@@ -73,7 +73,7 @@ def _checked(option: Any) -> Option:
         return option
     try:
         tokens = tuple(option)
-    except TypeError:
+    except Exception:  # no sequence, too long a one, an object with a defect
         tokens = (None,)
     if isinstance(option, bytes) or not are_tokens(tokens):
         raise InvalidRequest(

@@ -27,7 +27,7 @@ from vlm_batch.checks import (
 from vlm_batch.errors import InvalidParameters, InvalidPrompt, InvalidRequest
 from vlm_batch.types.media import AudioInput, ImageInput, VideoInput, several
 from vlm_batch.types.options import Option, checked_options
-from vlm_batch.types.rules import FieldRule, check_fields, whole_within
+from vlm_batch.types.rules import FieldRule, check_fields, is_text, whole_within
 from vlm_batch.types.sampling import SamplingParams
 from vlm_batch.types.templates import PLAIN_TEMPLATE, Template
 
@@ -113,7 +113,8 @@ class Request:
 
     def __post_init__(self) -> None:
         right = f"one of {', '.join(DRAFTS)}"
-        demand(self.draft in DRAFTS, InvalidRequest, "draft", self.draft, right)
+        is_one = is_text(self.draft) and self.draft in DRAFTS
+        demand(is_one, InvalidRequest, "draft", self.draft, right)
         check_fields(self, _RULES, InvalidRequest)
         put = partial(object.__setattr__, self)
         put("images", several(self.images))
@@ -152,6 +153,7 @@ def _is_name(value: Any) -> bool:
     return is_non_empty(value) and "\0" not in value
 
 
+_FLAG = FieldRule(is_flag, "True or False")
 _RULES = {
     "priority": FieldRule(
         whole_within(-MAX_PRIORITY, MAX_PRIORITY),
@@ -162,7 +164,8 @@ _RULES = {
     "request_id": FieldRule(
         _is_name, "text, not empty and without null characters, or None", or_none=True
     ),
-    "return_cache": FieldRule(is_flag, "True or False"),
+    "return_cache": _FLAG,
+    "return_prompt_ids": _FLAG,
 }
 
 
