@@ -1953,6 +1953,36 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
         journal.read_header(tmp_path / "out.jsonl")
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[]",
+        "{}",
+        '{"form": 2}',
+        '{"form": 1}',
+        '{"form": 1, "settings": [["model", "m"]]}',
+        '{"form": 1, "settings": {"model_files": ["a"]}}',
+        '{"form": 1, "settings": {"tables": 3}}',
+        '{"form": 1, "settings": {"prompts": 3}}',
+        '{"form": 1, "settings": {"dpi": {}}}',
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, written: str) -> None:
+    journal.header_path(tmp_path / "out.jsonl").write_text(written)
+    with pytest.raises(InvalidJob, match="cannot be read"):
+        journal.read_header(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("stamp", [3, "abc", [], [1], None, {}])
+def test_any_stamp_of_a_models_file_is_compared(tmp_path: Path, stamp: object) -> None:
+    files = {"config.json": [2, 3, "digest"]}
+    settings = {"model": "m", journal.MODEL_FILES: {"config.json": stamp}}
+    journal.write_header(tmp_path / "out.jsonl", settings)
+    now = {"model": "m", journal.MODEL_FILES: files}
+    with pytest.raises(InvalidJob, match="the model's files have changed"):
+        journal.check_same(tmp_path / "out.jsonl", now)
+
+
 def test_a_long_reason_is_marked_where_it_is_cut() -> None:
     figures = Summary()
     item = Item(id="a.png", row=JobRow(id="a.png"))

@@ -109,6 +109,7 @@ def _parsed(given: Any) -> Any:
     try:
         return parse_json(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
+        # the latter of values that are nested too deeply to be written
         raise InvalidParameters(f"json_schema is no JSON: {error}") from error
 
 

@@ -49,7 +49,7 @@ class Plan:
         others: The output's answers to other rows.
         changed: Answered rows whose files have changed.
         otherwise: Answered rows that ask something else now.
-        unknown: Answered rows of which an earlier version kept nothing of what they ask.
+        unknown: Answered rows of which nothing says what they asked.
     """
 
     total: int | None
@@ -82,9 +82,7 @@ class Plan:
         if before is None:
             self.unknown += 1
             return
-        if before.asked is None:
-            self.unknown += 1
-        elif before.asks_else(item):
+        if before.asks_else(item):
             self.otherwise.append(item.id)
         if before.has_other_files(item.row):
             self.changed.append(item.id)
