@@ -994,3 +994,54 @@ def test_forms_for_programs_keep_texts_as_they_are(
         assert [(row["id"], row["text"]) for row in answers(out)] == [("=a", "=1+1")]
         command = ["run", "t.jsonl", "--out", out, "--overwrite", "--spreadsheet-safe"]
         assert cli.main(command, open_batcher=Formula()) == cli.USAGE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"id": "a"},
+        {"id": "a", "custom_id": "a"},
+        {"id": "a", "custom_id": "a", "error": "gone"},
+        {"id": "a", "custom_id": "a", "response": {"body": {"choices": []}}},
+        {"id": "a", "custom_id": "a", "response": {"body": {"choices": [3]}}},
+    ],
+    ids=str,
+)
+def test_lines_that_are_no_answers_of_a_batch_are_refused(
+    folder: Path, line: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    command = ["run", "t.jsonl", "--out", "out.jsonl", "--format", "openai-batch"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    with open("out.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
+    assert "is not in OpenAI's batch form" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"created": "yesterday"},
+        {"created": 1e308, "timings": {"total": -1e308}},
+        {"created": 10**400},
+        {"created": 5, "timings": {"total": 1e308, "queue": -1e308, "decode": []}},
+        {"usage": {"prompt_tokens": 0, "cached_tokens": 5, "completion_tokens": "x"}},
+        {"prompt": {"a": 1}},
+        {"prompt": ["a"], "text": 3, "finish_reason": 3},
+        {"images": [f"p.png#{'9' * 5000}"]},
+        {"images": 3, "image_sizes": {"a": 1}, "others": [3]},
+        {"error": {"a": 1}},
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_a_report_of_any_answers_ends(folder: Path, strange: dict[str, Any]) -> None:
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    run = ["run", "t.jsonl", "--out", "out.jsonl", "--quiet"]
+    assert cli.main(run, open_batcher=Echo()) == 0
+    rows = [{**row, **strange} for row in answers("out.jsonl")]
+    write("out.jsonl", [*answers("out.jsonl"), *rows])
+    assert cli.main(["report", "out.jsonl"], open_batcher=Echo()) == 0
+    assert Path("out.html").stat().st_size

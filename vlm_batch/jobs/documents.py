@@ -247,9 +247,9 @@ class Documents(Sink):
         del self._open[name]
         document.pages.sort(key=lambda page: page.page or 0)
         self._write_files(name, document.pages, is_new=is_new)
-        lacking = _lacking(name, document.pages)
-        if lacking is not None:
-            self.lacking.append(lacking)
+        failed, repeating = _failed(document.pages), _repeating(document.pages)
+        if failed or repeating:
+            self.lacking.append(Lacking(name, failed, repeating))
 
     def _write_files(self, name: str, pages: list[PageText], *, is_new: bool) -> None:
         """Write a document's files; of an earlier run's pages, only those that are not there."""
@@ -278,12 +278,12 @@ def _is_below(file: PurePosixPath) -> bool:
     return not file.is_absolute() and ".." not in file.parts
 
 
-def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
-    failed = [one.page for one in pages if one.error is not None]
-    repeating = [one.page for one in pages if one.repeats]
-    if not failed and not repeating:
-        return None
-    return Lacking(name, tuple(failed), tuple(repeating))
+def _failed(pages: Iterable[PageText]) -> tuple[int | None, ...]:
+    return tuple(page.page for page in pages if page.error is not None)
+
+
+def _repeating(pages: Iterable[PageText]) -> tuple[int | None, ...]:
+    return tuple(page.page for page in pages if page.repeats)
 
 
 def _write(path: Path, text: str) -> None:
@@ -368,7 +368,7 @@ def as_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
     whole = {
         "document": name,
         **facts,
-        "missing": [page.page for page in pages if page.error is not None],
+        "missing": _failed(pages),
         "pages": list(map(_facts_of_page, pages)),
     }
     return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"

@@ -182,7 +182,7 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
     changed = _changed(first, second)
     if not changed:
-        if first and second:
+        if first:  # and second, which has the same
             before["model"] = now["model"]
         return []
     has_one_name = before.get("model") == now.get("model")

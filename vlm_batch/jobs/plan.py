@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -136,14 +137,11 @@ class Job:
                 yield item
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        for number, item in enumerate(self._unnumbered(scan)):
+        read = self._scanned if scan else self._rows_of
+        rows = itertools.chain.from_iterable(map(read, self.sources))
+        items = itertools.chain.from_iterable(map(self.questions.ask, rows))
+        for number, item in enumerate(items):
             yield replace(item, number=number)
-
-    def _unnumbered(self, scan: bool) -> Iterator[Item]:
-        for source in self.sources:
-            rows = self._scanned(source) if scan else self._rows_of(source)
-            for row in rows:
-                yield from self.questions.ask(row)
 
     def ordered(self, items: Iterator[Item]) -> Iterator[Item]:
         """Return items in the order in which they are asked: pictures that are files, by their sizes."""
