@@ -927,6 +927,25 @@ def test_what_requires_itself_without_an_end_is_refused_at_once(
         SamplingParams(json_schema=schema)
 
 
+MANY = range(5000)
+NAMES = [f"p{number}" for number in MANY]
+#: A part that needs itself first, and then thousands of others.
+WIDE: dict[str, dict[str, Any]] = {
+    "object": {"type": "object", "required": ["a", *NAMES], "properties": {"a": {"$ref": "#/$defs/a"}}},
+    "array": {"type": "array", "minItems": 10**9, "prefixItems": [{"$ref": "#/$defs/a"}, *[{}] * 5000]},
+    "keys": {"allOf": [{"$ref": "#/$defs/a"}], **dict.fromkeys(NAMES, 1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_what_is_wide_is_looked_at_quickly(name: str) -> None:
+    choices = [{"$ref": "#/$defs/a", "title": str(number)} for number in MANY]
+    begin = time.process_time()
+    SamplingParams(json_schema={"anyOf": choices, "$defs": {"a": WIDE[name]}})
+    SamplingParams(json_schema={name: {"$ref": "#"} for name in NAMES} | {"title": ""})
+    assert time.process_time() - begin < 1.5
+
+
 def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:
     schema = {
         "type": "object",

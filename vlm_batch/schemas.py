@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,7 +126,6 @@ def _walk(schema: Any, begin: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     while left:
         keyword, value = left.pop()
-        yield keyword, value
         if _is_schema(keyword, value):
             if id(value) in seen:
                 continue
@@ -134,6 +134,7 @@ def _walk(schema: Any, begin: Iterable[Any]) -> Iterator[tuple[str, Any]]:
                 found = _referred(schema, value["$ref"])
                 left.append(("", found if isinstance(found, Mapping) else schema))
         left += _within(keyword, value)
+        yield keyword, value
 
 
 def _is_schema(keyword: str, value: Any) -> bool:
@@ -366,36 +367,33 @@ class _Ends:
             for either in self._needed(part)
         )
 
-    def _needed(self, part: Mapping[str, Any]) -> list[list[Any]]:
-        """Return what every value of a part has, or fits: lists of parts, of each of which one is enough."""
-        if not _CONSTANTS.isdisjoint(part):
-            return []
-        needed = [
-            *_listed(part.get("allOf")),
-            _referred(self._schema, part.get("$ref")),
-        ]
+    def _needed(self, part: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
+        """Yield what every value of a part has, or fits: parts, of each of which one is enough.
+
+        One by one: a part may need thousands, and fail at the first.
+        """
+        if "const" in part or "enum" in part:
+            return
+        yield [_referred(self._schema, part.get("$ref"))]
+        yield from zip(_listed(part.get("allOf")))
         if part.get("type") == "object":
-            needed += _required_properties(part)
+            yield from zip(_required_properties(part))
         if part.get("type") == "array":
-            needed += _required_items(part)
+            yield from zip(_required_items(part))
         choices = map(_listed, (part.get("anyOf"), part.get("oneOf")))
-        return [*([one] for one in needed), *filter(None, choices)]
+        yield from filter(None, choices)
 
 
-def _required_properties(part: Mapping[str, Any]) -> list[Any]:
+def _required_properties(part: Mapping[str, Any]) -> Iterator[Any]:
     properties = part.get("properties")
-    if not isinstance(properties, Mapping):
-        return []
     required = _listed(part.get("required"))
-    return [properties.get(name) for name in required if isinstance(name, str)]
+    if isinstance(properties, Mapping):
+        yield from map(properties.get, map(str, required))
 
 
-def _required_items(part: Mapping[str, Any]) -> list[Any]:
+def _required_items(part: Mapping[str, Any]) -> Iterator[Any]:
     least = part.get("minItems", 0)
-    if not is_whole(least):
-        return []
-    first = _listed(part.get("prefixItems"))
-    items = [*first, part.get("items")]
-    if least <= len(first):
-        return items[: max(0, least)]
-    return items
+    if is_whole(least):
+        first = _listed(part.get("prefixItems"))
+        items = itertools.chain(first, [part.get("items")])
+        yield from itertools.islice(items, max(0, min(least, MOST_STEPS)))

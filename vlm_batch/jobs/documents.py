@@ -118,7 +118,7 @@ class Documents(Sink):
         form: One of ``DOCUMENT_FORMS``.
         has_marks: Whether each page begins with a mark of its number.
         facts: The model's name and what was asked, for JSON.
-        boxes: How the model writes boxes: each document has a file of its pages' regions then.
+        boxes: How the model writes boxes: each document has a file of its pages' regions then. None without.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Documents(Sink):
         form: str,
         has_marks: bool,
         facts: Mapping[str, Any],
-        boxes: BoxForm | None = None,
+        boxes: BoxForm | None,
     ) -> None:
         self.folder = folder
         self._job = job

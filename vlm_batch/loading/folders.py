@@ -31,6 +31,8 @@ POINTED_SIZE = re.compile(rb"^size (\d+)\r?$", re.MULTILINE)
 INDEX = "model.safetensors.index.json"
 #: Largest head of a safetensors file that is believed, as in the format's own reader.
 MOST_HEAD_BYTES = 100_000_000
+#: Most files that a fault names.
+MOST_NAMED = 5
 #: Any of these files holds a vocabulary.
 VOCABULARIES = (
     "tokenizer.json",
@@ -400,7 +402,7 @@ def _check_ends(path: Path) -> None:
         raise ValueError("it does not end as JSON does")
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    num_further = len(names) - most
-    further = f" and {num_further} more" if num_further > 0 else ""
-    return ", ".join(names[:most]) + further
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
