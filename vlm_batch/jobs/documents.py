@@ -18,7 +18,9 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+from vlm_batch.checks import is_whole
 from vlm_batch.inputs.fetch import is_address, is_data_uri
+from vlm_batch.jobs.answers import result_of
 from vlm_batch.jobs.boxes import BoxForm, Region
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
@@ -303,18 +305,19 @@ def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
 
 
 def _page_of(record: Record, boxes: BoxForm | None) -> PageText:
-    text = str(record.get("text") or "").strip()
-    error = record.get("error")
+    result = result_of(record)
+    text = result.text.strip()
     size = _first_size(record.get("image_sizes"))
     regions: list[Region] = []
-    if boxes is not None and size is not None and error is None:
+    if boxes is not None and size is not None and result.error is None:
         seen = _first_size(record.get("model_image_sizes"))
         regions = boxes.regions(text, size, seen)
+    page = record.get("page")
     return PageText(
-        page=record.get("page"),
+        page=page if is_whole(page) else None,
         text=text,
-        error=error,
-        finish_reason=record.get("finish_reason"),
+        error=result.error,
+        finish_reason=result.finish_reason,
         attempts=record.get("attempts", 1),
         size=size,
         regions=tuple(regions),
@@ -322,10 +325,13 @@ def _page_of(record: Record, boxes: BoxForm | None) -> PageText:
 
 
 def _first_size(sizes: Any) -> tuple[int, int] | None:
-    if not sizes:
+    """Return the first of an answer's sizes; None if there is none."""
+    try:
+        (width, height), *_ = sizes
+        size = int(width), int(height)
+    except (TypeError, ValueError, OverflowError):
         return None
-    width, height = sizes[0]
-    return width, height
+    return size if min(size) > 0 else None
 
 
 # ---- what is written ----
