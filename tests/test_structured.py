@@ -941,7 +941,9 @@ def test_what_is_wide_is_looked_at_quickly(name: str) -> None:
     choices = [{"$ref": "#/$defs/a", "title": name} for name in THOUSANDS]
     begin = time.process_time()
     SamplingParams(json_schema={"anyOf": choices, "$defs": {"a": WIDE[name]}})
-    SamplingParams(json_schema={name: {"$ref": "#"} for name in THOUSANDS} | {"title": ""})
+    SamplingParams(
+        json_schema={name: {"$ref": "#"} for name in THOUSANDS} | {"title": ""}
+    )
     assert time.process_time() - begin < 1.5
 
 
