@@ -293,6 +293,7 @@ CHAT = [
         ),
         ({"images": ["p.png", "p.png"]}, {"images": ["p.png"]}),
         ({"image": "p.png"}, {"image": "gone.png"}),
+        ({"image": "p.png", "prompt": "a"}, {"images": [], "prompt": "a"}),
         ({"kind": "cat"}, {"kind": "dog"}),
     ],
     ids=str,
@@ -309,7 +310,7 @@ def test_rows_that_ask_something_else_are_noticed(
     Image.new("RGB", (8, 8)).save("p.png")
     rows = [{"id": f"r{number}", "image": "p.png", "kind": "k"} for number in range(4)]
     own = {"id": "own", "kind": "k"} | (
-        {} if "images" in before else {"image": "p.png"}
+        {} if "images" in {**before, **now} else {"image": "p.png"}
     )
     write("t.jsonl", [*rows, own | before])
     command = ["run", "t.jsonl", "--prompt", "what {kind}?", "--quiet", "--out", out]
@@ -424,32 +425,55 @@ def test_what_standard_input_asks_is_compared_as_it_comes(
         assert (said in capsys.readouterr().out) == (prompt == "other")
 
 
-def test_an_output_of_an_earlier_version_is_gone_on_with(
+def test_an_output_that_lost_what_its_rows_asked_is_gone_on_with(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its lines have times and contents of files alone, and rows without files have none."""
     Image.new("RGB", (8, 8)).save("p.png")
     write("t.jsonl", OWN)
     command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
     assert cli.main(command, open_batcher=Echo(stop_after=3)) == cli.INTERRUPTED
-    stamps = answers("out.jsonl.files")
-    assert len(stamps) == 3
-    write(
-        "out.jsonl.files",
-        [
-            {name: one[name] for name in ("id", "times", "contents")}
-            for one in stamps[1:]
-        ],
-    )
+    Path("out.jsonl.files").unlink()
     write("t.jsonl", [{**row, "prompt": "other"} for row in OWN])
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
-    assert (
-        "of 3 answered rows it is not known what was asked" in capsys.readouterr().err
-    )
+    said = "of 3 answered rows it is not known what was asked"
+    assert said in capsys.readouterr().err
     assert len(told("out.jsonl")) == 4
-    Image.new("RGB", (9, 9)).save("p.png")
+
+
+def test_lines_that_do_not_say_what_was_asked_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    write("out.jsonl.files", [{"id": "r0", "times": [[1, 2]], "contents": ["a"]}])
+    on = Echo()
+    assert cli.main([*command, "--resume"], open_batcher=on) == cli.USAGE
+    assert "out.jsonl.files does not say what 'r0' asked" in capsys.readouterr().err
+    assert not on.opened and len(told("out.jsonl")) == 4
+    assert cli.main([*command, "--overwrite"], open_batcher=on) == 0
+    assert cli.main([*command, "--resume"], open_batcher=on) == 0
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.files", "out.jsonl.job.json"])
+def test_files_that_are_nested_too_deeply_are_refused(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's parser has no stack for them."""
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    command = ["run", "t.jsonl", "--quiet", "--out", "out.jsonl"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    before = Path(name).read_text()
+    Path(name).write_text("[" * 100_000 + "\n" + before)
     assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
-    assert "files of 3 answered rows have changed" in capsys.readouterr().err
+    assert f"{name}" in capsys.readouterr().err
+    if name == "out.jsonl":
+        # as a last line that was cut
+        Path(name).write_text(before + "[" * 100_000)
+        assert cli.main([*command, "--resume"], open_batcher=Echo()) == 0
+        assert len(told("out.jsonl")) == 4
 
 
 class Meddled(Echo):
@@ -972,17 +996,52 @@ def test_forms_for_programs_keep_texts_as_they_are(
         assert cli.main(command, open_batcher=Formula()) == cli.USAGE
 
 
-def test_a_csv_file_of_an_earlier_version_is_gone_on_with(folder: Path) -> None:
-    """It has no mark, and its header does not know of any."""
-    write("t.jsonl", [{"id": row_id, "image": "p.png"} for row_id in ("=a", "=b")])
-    command = ["run", "t.jsonl", "--quiet", "--out", "out.csv"]
-    before = [*command, "--no-spreadsheet-safe"]
-    assert cli.main(before, open_batcher=Formula(stop_after=1)) == cli.INTERRUPTED
-    header = json.loads(Path("out.csv.job.json").read_text())
-    del header["settings"]["spreadsheet_safe"]
-    Path("out.csv.job.json").write_text(json.dumps(header))
-    on = Formula()
-    assert cli.main([*command, "--resume"], open_batcher=on) == 0 and len(on.asked) == 1
-    assert {row["id"] for row in answers("out.csv")} == {"'=a", "'=b"}
-    # now they have marks
-    assert cli.main([*before, "--resume"], open_batcher=on) == cli.USAGE
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"id": "a"},
+        {"id": "a", "custom_id": "a"},
+        {"id": "a", "custom_id": "a", "error": "gone"},
+        {"id": "a", "custom_id": "a", "response": {"body": {"choices": []}}},
+        {"id": "a", "custom_id": "a", "response": {"body": {"choices": [3]}}},
+    ],
+    ids=str,
+)
+def test_lines_that_are_no_answers_of_a_batch_are_refused(
+    folder: Path, line: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    command = ["run", "t.jsonl", "--out", "out.jsonl", "--format", "openai-batch"]
+    assert cli.main(command, open_batcher=Echo()) == 0
+    with open("out.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert cli.main([*command, "--resume"], open_batcher=Echo()) == cli.USAGE
+    assert "is not in OpenAI's batch form" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"created": "yesterday"},
+        {"created": 1e308, "timings": {"total": -1e308}},
+        {"created": 10**400},
+        {"created": 5, "timings": {"total": 1e308, "queue": -1e308, "decode": []}},
+        {"usage": {"prompt_tokens": 0, "cached_tokens": 5, "completion_tokens": "x"}},
+        {"prompt": {"a": 1}},
+        {"prompt": ["a"], "text": 3, "finish_reason": 3},
+        {"images": [f"p.png#{'9' * 5000}"]},
+        {"images": 3, "image_sizes": {"a": 1}, "others": [3]},
+        {"error": {"a": 1}},
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_a_report_of_any_answers_ends(folder: Path, strange: dict[str, Any]) -> None:
+    Image.new("RGB", (8, 8)).save("p.png")
+    write("t.jsonl", OWN)
+    run = ["run", "t.jsonl", "--out", "out.jsonl", "--quiet"]
+    assert cli.main(run, open_batcher=Echo()) == 0
+    rows = [{**row, **strange} for row in answers("out.jsonl")]
+    write("out.jsonl", [*answers("out.jsonl"), *rows])
+    assert cli.main(["report", "out.jsonl"], open_batcher=Echo()) == 0
+    assert Path("out.html").stat().st_size

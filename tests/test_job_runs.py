@@ -409,8 +409,8 @@ def test_other_settings_are_refused(
     assert cli.main([*RUN, "--out", "out.jsonl", "--resume"], open_batcher=Echo()) == 2
 
 
-def test_settings_of_an_earlier_version_are_the_same(tmp_path: Path) -> None:
-    """It kept defaults of schemas, and knew fewer parameters."""
+def test_settings_are_compared_with_those_of_the_header(tmp_path: Path) -> None:
+    """Those that another version lacks are others; long values are shown from where they differ."""
     schema = {
         "type": "object",
         "properties": {
@@ -419,20 +419,18 @@ def test_settings_of_an_earlier_version_are_the_same(tmp_path: Path) -> None:
     }
     output = tmp_path / "out.jsonl"
     now = Questions(params=SamplingParams(json_schema=schema)).settings()
-    assert "default" not in json.dumps(now["json_schema"])
-    before = {
-        name: value
-        for name, value in now.items()
-        if name not in ("thinking_budget", "bad_words")
-    }
-    journal.write_header(output, {**before, "json_schema": schema})
+    journal.write_header(output, now)
     journal.check_same(output, now)
     with pytest.raises(InvalidJob, match="thinking_budget was null and is 9"):
         journal.check_same(output, {**now, "thinking_budget": 9})
-    other = json.loads(json.dumps(schema).replace('"d', '"other d'))
+    other = json.loads(json.dumps(now["json_schema"]).replace('"d', '"other d'))
     # as far as it takes to see where they differ
     with pytest.raises(InvalidJob, match='"other d'):
         journal.check_same(output, {**now, "json_schema": other})
+    lacks = {name: value for name, value in now.items() if name != "bad_words"}
+    journal.write_header(output, lacks)
+    with pytest.raises(InvalidJob, match=r"bad_words was null and is \[\]"):
+        journal.check_same(output, now)
 
 
 def test_a_table_whose_rows_have_moved_is_refused(
@@ -1951,6 +1949,36 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"form": 1', '"form": 2'))
     with pytest.raises(InvalidJob, match="another version"):
         journal.read_header(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[]",
+        "{}",
+        '{"form": 2}',
+        '{"form": 1}',
+        '{"form": 1, "settings": [["model", "m"]]}',
+        '{"form": 1, "settings": {"model_files": ["a"]}}',
+        '{"form": 1, "settings": {"tables": 3}}',
+        '{"form": 1, "settings": {"prompts": 3}}',
+        '{"form": 1, "settings": {"dpi": {}}}',
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, written: str) -> None:
+    journal.header_path(tmp_path / "out.jsonl").write_text(written)
+    with pytest.raises(InvalidJob, match="cannot be read"):
+        journal.read_header(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("stamp", [3, "abc", [], [1], None, {}])
+def test_any_stamp_of_a_models_file_is_compared(tmp_path: Path, stamp: object) -> None:
+    files = {"config.json": [2, 3, "digest"]}
+    settings = {"model": "m", journal.MODEL_FILES: {"config.json": stamp}}
+    journal.write_header(tmp_path / "out.jsonl", settings)
+    now = {"model": "m", journal.MODEL_FILES: files}
+    with pytest.raises(InvalidJob, match="the model's files have changed"):
+        journal.check_same(tmp_path / "out.jsonl", now)
 
 
 def test_a_long_reason_is_marked_where_it_is_cut() -> None:

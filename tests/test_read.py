@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pypdfium2
@@ -136,6 +137,35 @@ def test_marks_can_be_left_out_and_plain_text_has_its_own(folder: Path) -> None:
     )
     assert read(Pages(), "--format", "txt", "--overwrite") == 0
     assert Path("out/scan.txt").read_text().startswith("----- page 1 -----\n\ntext of")
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"page": "1"},
+        {"page": [1], "attempts": {}},
+        {"text": {"a": 1}, "finish_reason": 3},
+        {"error": {"a": 1}},
+        {"image_sizes": 3},
+        {"image_sizes": [[0, 0]], "model_image_sizes": [[0, -1]]},
+        {"image_sizes": [[1, 2, 3]], "model_image_sizes": "ab"},
+        {"image_sizes": [[float("inf"), "a"]]},
+        {"document": ["in/scan.tif"], "file": "../../etc/x"},
+        {"file": "/etc/x"},
+    ],
+    ids=str,
+)
+def test_any_answers_of_earlier_runs_make_documents(
+    folder: Path, strange: dict[str, Any]
+) -> None:
+    """A folder may come from somebody else."""
+    assert read(Pages(stop_after=4)) == 130
+    path = Path("out/pages.jsonl")
+    rows = [json.loads(line) | strange for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(Pages(), "--resume") in (0, 1)
+    there = set(folder.rglob("*.md")) | set(folder.parent.glob("*.md"))
+    assert all((folder / "out") in file.parents for file in there)
 
 
 def test_a_page_that_fails_says_so_in_its_place(

@@ -552,7 +552,17 @@ def test_odd_records_are_left_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Damaged, of another version, no mapping: the folder serves on without them."""
-    odd = {"cut": "{", "list": "[]", "other": '{"owner": "a"}', "void": ""}
+    batch = dict.fromkeys(("client", "output", "errors", "age", "ends_as"), "a")
+    odd = {
+        "cut": "{",
+        "list": "[]",
+        "other": '{"owner": "a"}',
+        "void": "",
+        "deep": "[" * 100_000,
+        "file": '{"owner": "a", "file": 3}',
+        "number": '{"owner": "a", "file": {"id": 3, "bytes": "b"}}',
+        "batch": json.dumps({"owner": "a", "shown": 3, **batch}),
+    }
     for name, text in odd.items():
         (tmp_path / f"batch_{name}.json").write_text(text)
         (tmp_path / f"file-{name}.json").write_text(text)

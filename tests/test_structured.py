@@ -314,12 +314,43 @@ SLOW = {"type": "integer", "multipleOf": 2**31}
 def test_what_a_schema_says_is_checked_wherever_it_stands(
     name: str, inner: dict[str, Any], schema: str
 ) -> None:
-    """A property may have the name of a keyword, and a reference may lead anywhere."""
+    """A property may have the name of a keyword, and a reference may lead anywhere but into data."""
     whole = schema.replace("NAME", name).replace("INNER", json.dumps(inner))
-    with pytest.raises(
-        InvalidParameters, match=r"const 1234567890123456789|multipleOf"
-    ):
+    said = r"const 1234567890123456789|multipleOf|refers to '.*', which is no schema"
+    with pytest.raises(InvalidParameters, match=said):
         SamplingParams(json_schema=whole)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "#/default",
+        "#/%64efault",
+        "#/properties",
+        "#/properties/a/examples/0",
+        "#/$defs",
+        "#/properties/b/enum/0",
+        "http://own/a#/properties/a/const",
+    ],
+)
+def test_references_to_what_is_no_schema_are_refused(reference: str) -> None:
+    """The standard leaves open what they are; llguidance reads them as schemas."""
+    string = {"type": "string"}
+    schema = {"properties": {"a": {"$ref": reference}, "b": string}, "$defs": {}}
+    with pytest.raises(InvalidParameters, match="which is no schema but"):
+        SamplingParams(json_schema=schema)
+    with pytest.raises(InvalidParameters, match="which is no schema but"):
+        SamplingParams(json_schema={"anyOf": [string, {"$ref": reference}]})
+
+
+@pytest.mark.parametrize("reference", ["#/properties/default", "#/$defs/const", "#"])
+def test_references_to_schemas_named_as_keywords_are_followed(reference: str) -> None:
+    schema = {
+        "properties": {"a": {"$ref": reference}, "default": {"type": "string"}},
+        "$defs": {"const": {"type": "null"}},
+        "const": {"$ref": "#/const"},  # data, and no reference
+    }
+    SamplingParams(json_schema=schema)
 
 
 @pytest.mark.parametrize("name", ["default", "example", "examples"])
@@ -894,6 +925,26 @@ def test_what_requires_itself_without_an_end_is_refused_at_once(
         return
     with pytest.raises(InvalidParameters, match="without an end"):
         SamplingParams(json_schema=schema)
+
+
+THOUSANDS = [f"p{number}" for number in range(5000)]
+#: A part that needs itself first, and then thousands of others.
+WIDE: dict[str, dict[str, Any]] = {
+    "object": {"type": "object", "required": ["a", *THOUSANDS], "properties": {"a": {"$ref": "#/$defs/a"}}},
+    "array": {"type": "array", "minItems": 10**9, "prefixItems": [{"$ref": "#/$defs/a"}, *[{}] * 5000]},
+    "keys": {"allOf": [{"$ref": "#/$defs/a"}], **dict.fromkeys(THOUSANDS, 1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_what_is_wide_is_looked_at_quickly(name: str) -> None:
+    choices = [{"$ref": "#/$defs/a", "title": name} for name in THOUSANDS]
+    begin = time.process_time()
+    SamplingParams(json_schema={"anyOf": choices, "$defs": {"a": WIDE[name]}})
+    SamplingParams(
+        json_schema={name: {"$ref": "#"} for name in THOUSANDS} | {"title": ""}
+    )
+    assert time.process_time() - begin < 1.5
 
 
 def test_a_schema_may_be_changed_after_submit(batcher: VLMBatcher) -> None:

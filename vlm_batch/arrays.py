@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 #: Most bytes of a processor's output, about 40 megapixels, that a row keeps to be recomputed from. A row with more, such as a
 #: long video, fails where others are recomputed.
@@ -76,9 +78,10 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
     if not arrays or not is_array_tree(tree):
         return None
     total = sum(counts)
-    for array in arrays:
-        if array.ndim == 0 or any(array.shape[0] * count % total for count in counts):
-            return None
+    # rows of which each count has a whole number
+    least = total // math.gcd(*counts)
+    if any(array.ndim == 0 or array.shape[0] % least for array in arrays):
+        return None
     shares: list[Any] = []
     for begin, end in itertools.pairwise([0, *itertools.accumulate(counts)]):
         share = partial(_share, begin=begin, end=end, total=total)
@@ -88,17 +91,13 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any] | None:
 
 def join_rows(trees: Sequence[Any]) -> Any:
     """Join trees' arrays along the first axis, as ``split_rows`` parts them."""
-    first = trees[0]
-    if first is None or len(trees) == 1:
-        return first
-    if isinstance(first, mx.array):
-        return mx.concatenate(list(trees))
-    if not isinstance(first, Mapping):
-        return type(first)(map(join_rows, zip(*trees, strict=True)))
-    found = {}
-    for name in first:
-        found[name] = join_rows([tree[name] for tree in trees])
-    return found
+    if len(trees) == 1:
+        return trees[0]
+    return tree_map(_joined_or_none, *trees)
+
+
+def _joined_or_none(*parts: Any) -> mx.array | None:
+    return None if parts[0] is None else mx.concatenate(list(parts))
 
 
 def _share(array: mx.array, begin: int, end: int, total: int) -> mx.array:

@@ -120,7 +120,7 @@ def check_within(name: str, ids: Iterable[int], size: int) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse standard JSON. Raises ValueError, also for NaN, Infinity and 1e400."""
+    """Parse standard JSON. Raises ValueError, also for NaN, Infinity, 1e400 and what is nested too deeply."""
 
     def constant(word: str) -> NoReturn:
         raise ValueError(f"{word} is no number of JSON")
@@ -133,7 +133,10 @@ def parse_json(text: str | bytes) -> Any:
             )
         return found
 
-    return json.loads(text, parse_constant=constant, parse_float=number)
+    try:
+        return json.loads(text, parse_constant=constant, parse_float=number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:

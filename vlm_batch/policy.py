@@ -311,6 +311,9 @@ SETTINGS: Mapping[str, Setting] = {
     for one in fields(Policy)
     if "setting" in one.metadata
 }
+_CHECKS: Mapping[str, Check] = {
+    one.name: one.metadata["check"] for one in fields(Policy)
+}
 POLICIES: Mapping[Device, Policy] = {
     kind: Policy(
         **{name: setting.values[kind][0] for name, setting in SETTINGS.items()}
@@ -325,10 +328,7 @@ def policy_of(said: Mapping[str, Any], kind: Device | None = None) -> Policy:
     Another device's placement brings its other settings, except ``idle_budget``, ``draft`` and ``wide_products``.
     """
     policy = _placed(POLICIES[kind or device()], said.get("placement"))
-    checked: dict[str, Any] = {}
-    for one in fields(Policy):
-        if one.name in said:
-            checked[one.name] = one.metadata["check"](one.name, said[one.name])
+    checked = {name: _CHECKS[name](name, value) for name, value in said.items()}
     moved: dict[str, Any] = {}
     if "most_rows" in said:
         moved["first_rows"] = min(policy.first_rows, checked["most_rows"])

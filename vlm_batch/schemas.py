@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -14,17 +14,21 @@ from urllib.parse import unquote
 from vlm_batch.checks import is_real, is_whole, parse_json
 from vlm_batch.errors import InvalidParameters, describe, shown
 
-#: Keywords of a JSON schema that are annotations, those with constants, and those that map names to schemas.
-_SPOKEN, _CONSTANTS = {"default", "example", "examples"}, {"const", "enum"}
-_OF_NAMES = {
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
+#: Keywords whose values are no schemas and constrain nothing: what they hold is not looked at.
+_SPOKEN = {"default", "example", "examples"}
+#: Keywords whose mappings are no schemas: the keyword under which the mapping's values are looked at, "" for schemas.
+_NO_SCHEMA = {
+    "const": "const",
+    "enum": "enum",
+    "properties": "",
+    "patternProperties": "",
+    "$defs": "",
+    "definitions": "",
+    "dependentSchemas": "",
 }
-#: Keywords whose mappings are no schemas themselves.
-_NO_SCHEMA = _CONSTANTS | _OF_NAMES
+_CONSTANTS = {"const", "enum"}
+#: Keywords that a reference may not lead to: what is there is data.
+_DATA = _SPOKEN | _CONSTANTS
 #: Keywords whose schemas apply to the same value, and those that constrain nothing.
 _SAME_VALUE = {"$ref", "allOf", "anyOf", "oneOf"}
 _ASK_NOTHING = _SPOKEN | {
@@ -45,7 +49,6 @@ _FORMATS = {
     "uri",
 }
 #: Limits of 64-bit integers (also as JavaScript writes them) and floats: such bounds name a type and constrain no value.
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _FLOATS = {3.4028234663852886e38, 3.4028235e38, 1.7976931348623157e308}
 _LEAST = {-(2**63), -9223372036854776000} | {-one for one in _FLOATS}
 _MOST = {
@@ -62,8 +65,6 @@ MOST_MULTIPLE, QUICK_MULTIPLE, MOST_OF_SEVERAL = 100_000, 1_000_000, 2**16 - 1
 #: Most characters of a form's regular expressions: the cost of optional parts grows with the square of their number, and
 #: llguidance joins expressions that follow each other.
 MOST_OF_REGEX = 2**13
-#: An index of a list, as references spell it.
-_INDEX = re.compile(r"\d{1,7}")
 #: How far a schema is followed for a way to end: parts in all, and within each other.
 MOST_STEPS, MOST_DEPTH = 20_000, 100
 
@@ -112,6 +113,140 @@ def _parsed(given: Any) -> Any:
         raise InvalidParameters(f"json_schema is no JSON: {error}") from error
 
 
+# ---- what is looked at ----
+
+
+def _walk(schema: Any, begin: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield parts of a schema, all within them and all that they refer to, each with the keyword that it stands under.
+
+    That of whole schemas is "". Values within a constant have its keyword. A reference that leads to nothing known may
+    lead anywhere.
+    """
+    left = [("", part) for part in begin]
+    seen: set[int] = set()
+    while left:
+        keyword, value = left.pop()
+        if _is_schema(keyword, value):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if "$ref" in value:
+                found = _referred(schema, value["$ref"])
+                left.append(("", found if isinstance(found, Mapping) else schema))
+        left += _within(keyword, value)
+        yield keyword, value
+
+
+def _is_schema(keyword: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and keyword not in _NO_SCHEMA
+
+
+def _within(keyword: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values directly within a part of a schema, each with its keyword."""
+    if isinstance(value, list):
+        return [(keyword, one) for one in value]
+    if not isinstance(value, Mapping):
+        return []
+    if keyword in _NO_SCHEMA:
+        return [(_NO_SCHEMA[keyword], one) for one in value.values()]
+    return [(key, value[key]) for key in value if key not in _SPOKEN]
+
+
+def _referred(schema: Any, reference: Any) -> Any:
+    """Return the part that a reference names, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = schema
+    try:
+        for step in unquote(reference[1:]).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            found = found[int(name) if isinstance(found, list) else name]
+    except (LookupError, TypeError, ValueError):
+        return None
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    return []
+
+
+# ---- what llguidance refuses although it constrains nothing ----
+
+
+def simplify_schema(schema: Any) -> None:
+    """Remove in place what llguidance refuses although it constrains nothing: see ``_NEEDLESS``."""
+    for keyword, value in _walk(schema, [schema]):
+        if _is_schema(keyword, value):
+            _remove_needless(value)
+
+
+def _remove_needless(schema: dict[str, Any]) -> None:
+    """Remove a schema's own keywords that constrain nothing."""
+    is_integer = schema.get("type") == "integer"
+    for key in schema.keys() & _NEEDLESS.keys():
+        value = schema[key]
+        is_followed = is_integer and _is_int64(key, value)
+        if _NEEDLESS[key](value) and not is_followed:
+            del schema[key]
+
+
+def _is_unknown_format(value: Any) -> bool:
+    return isinstance(value, str) and value not in _FORMATS
+
+
+def _is_least(value: Any) -> bool:
+    return is_real(value) and value in _LEAST
+
+
+def _is_most(value: Any) -> bool:
+    return is_real(value) and value in _MOST
+
+
+#: Keywords that may constrain nothing, and whether one does so by its value.
+_NEEDLESS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_SPOKEN, lambda value: True),
+    "format": _is_unknown_format,
+    "uniqueItems": lambda value: value is False,
+    "minimum": _is_least,
+    "exclusiveMinimum": _is_least,
+    "maximum": _is_most,
+    "exclusiveMaximum": _is_most,
+}
+
+
+def _is_int64(keyword: str, value: Any) -> bool:
+    """Return whether a bound is the largest 64-bit integer, which llguidance follows."""
+    return keyword == "maximum" and value == 2**63 - 1
+
+
+# ---- what llguidance cannot follow ----
+
+
+def check_schema(name: str, schema: Any) -> None:
+    """Raise InvalidParameters for what llguidance cannot follow: it may give wrong answers, or end or hang the process."""
+    regexes: list[str] = []
+    multiples: list[Decimal] = []
+    of_several: list[Any] = []
+    for keyword, value in _walk(schema, [schema]):
+        regexes += _regexes_of(keyword, value)
+        multiples += _multiples_of(keyword, value)
+        _check_number(name, keyword, value)
+        if _is_schema(keyword, value):
+            _check_reference(name, value.get("$ref"))
+            if _are_several(value):
+                of_several.append(value)
+    check_regexes(name, regexes)
+    for one in multiples:
+        _check_multiple(name, one)
+    _check_several(name, schema, of_several)
+    if not _Ends(schema).can_end(schema, ()):
+        raise InvalidParameters(
+            f"{name} requires a value within itself without an end: no answer could fit it"
+        )
+
+
 def check_regexes(name: str, regexes: Iterable[str]) -> None:
     """Raise InvalidParameters for overlong regular expressions."""
     length = sum(map(len, set(regexes)))
@@ -119,73 +254,6 @@ def check_regexes(name: str, regexes: Iterable[str]) -> None:
         inside = "" if name == "regex" else "regular expressions of "
         raise InvalidParameters(
             f"{name} has {inside}{length:,} characters; at most {MOST_OF_REGEX:,} are compiled"
-        )
-
-
-def simplify_schema(schema: Any) -> None:
-    """Remove in place what llguidance refuses although it constrains nothing.
-
-    These are unknown formats, ``uniqueItems: false``, limits of number types, defaults and examples. A schema with a
-    reference into a constant, an example or a mapping of names is left as it is.
-    """
-    if _is_odd(schema):
-        return
-    left = [("", schema)]
-    while left:
-        keyword, value = left.pop()
-        left += _parts(keyword, value)
-        if keyword in _NO_SCHEMA or not isinstance(value, dict):
-            continue
-        _remove_needless(value)
-
-
-def _remove_needless(schema: dict[str, Any]) -> None:
-    """Remove a schema's own keywords that constrain nothing."""
-    is_integer = schema.get("type") == "integer"
-    for key, value in list(schema.items()):
-        is_followed = is_integer and _is_int64(key, value)
-        is_needless = _is_limit_of_type(key, value) or _asks_nothing(key, value)
-        if is_needless and not is_followed:
-            del schema[key]
-
-
-def _is_limit_of_type(key: str, value: Any) -> bool:
-    """Return whether a bound is the least or largest number of a type."""
-    if not is_real(value):
-        return False
-    if key in _LOWER:
-        return value in _LEAST
-    return key in _UPPER and value in _MOST
-
-
-def _asks_nothing(key: str, value: Any) -> bool:
-    if key == "format":
-        return isinstance(value, str) and value not in _FORMATS
-    if key == "uniqueItems":
-        return value is False
-    return key in _SPOKEN
-
-
-def check_schema(name: str, schema: Any) -> None:
-    """Raise InvalidParameters for what llguidance cannot follow: long regular expressions, large or inexact numbers,
-    slow multiples.
-
-    These may give wrong answers, or end or hang the process.
-    """
-    regexes: list[str] = []
-    is_odd = _is_odd(schema)
-    left = [("", schema)]
-    while left:
-        keyword, value = left.pop()
-        left += _parts(keyword, value, is_odd)
-        regexes += _regexes_of(keyword, value)
-        if is_real(value):
-            _check_number(name, keyword, value)
-    check_regexes(name, regexes)
-    _check_multiples(name, schema, is_odd)
-    if not _Ends(schema).can_end(schema, ()):
-        raise InvalidParameters(
-            f"{name} requires a value within itself without an end: no answer could fit it"
         )
 
 
@@ -199,7 +267,7 @@ def _regexes_of(keyword: str, value: Any) -> list[str]:
 
 
 def _check_number(name: str, keyword: str, value: Any) -> None:
-    if _is_int64(keyword, value):
+    if not is_real(value) or _is_int64(keyword, value):
         return
     if abs(value) >= 2**63:
         raise InvalidParameters(
@@ -210,181 +278,53 @@ def _check_number(name: str, keyword: str, value: Any) -> None:
         raise InvalidParameters(f"{name} has {keyword} {shown(value)}, which {said}")
 
 
-def _is_int64(keyword: str, value: Any) -> bool:
-    """Return whether a bound is the largest 64-bit integer, which llguidance follows."""
-    return keyword == "maximum" and value == 2**63 - 1
+def _check_reference(name: str, reference: Any) -> None:
+    """Raise InvalidParameters for a reference into a constant, an example or a mapping of names."""
+    if isinstance(reference, str) and _points_to_no_schema(reference):
+        raise InvalidParameters(
+            f"{name} refers to {shown(reference)}, which is no schema but a constant, an example or a list of names"
+        )
 
 
-def _parts(keyword: str, value: Any, is_odd: bool = False) -> list[tuple[str, Any]]:
-    """Return the values within a schema's ``value``, each with its keyword.
-
-    Values within a constant have its keyword, named ones "". Only odd schemas keep annotations.
-    """
-    if isinstance(value, list):
-        return _each_of(keyword, value)
-    if not isinstance(value, Mapping):
-        return []
-    if keyword in _CONSTANTS:
-        return _each_of(keyword, value.values())
-    if is_odd:
-        return list(value.items())
-    if keyword in _OF_NAMES:
-        return _each_of("", value.values())
-    spoken = _SPOKEN & value.keys()
-    return [(key, value[key]) for key in value if key not in spoken]
-
-
-def _each_of(keyword: str, values: Iterable[Any]) -> list[tuple[str, Any]]:
-    return [(keyword, value) for value in values]
-
-
-def _is_odd(schema: Any) -> bool:
-    """Return whether a schema refers to a constant, an example or a mapping of names."""
-    left = [schema]
-    while left:
-        value = left.pop()
-        if isinstance(value, list):
-            left += value
-        if not isinstance(value, Mapping):
-            continue
-        left += value.values()
-        reference = value.get("$ref")
-        if isinstance(reference, str) and _points_to_no_schema(reference):
-            return True
-    return False
-
-
-def _points_to_no_schema(ref: str) -> bool:
+def _points_to_no_schema(reference: str) -> bool:
     is_name = False  # of a step: whether it is a name that the schema's author chose
-    for step in unquote(ref.partition("#")[2]).split("/"):
+    for step in unquote(reference.partition("#")[2]).split("/"):
         if is_name:
             is_name = False
-        elif step in _SPOKEN | _CONSTANTS:
+        elif step in _DATA:
             return True
         else:
-            is_name = step in _OF_NAMES
+            is_name = step in _NO_SCHEMA
     return is_name
 
 
-def _check_multiples(name: str, schema: Any, is_odd: bool) -> None:
+# ---- multiples ----
+
+
+def _multiples_of(keyword: str, value: Any) -> list[Decimal]:
+    if keyword == "multipleOf" and is_real(value) and value:
+        return [Decimal(repr(value))]
+    return []
+
+
+def _check_multiple(name: str, one: Decimal) -> None:
     """Raise InvalidParameters for a ``multipleOf`` too slow to follow."""
-    alone, several = _multiples(schema, is_odd)
-    for one in alone:
-        units = _in_units([one])
-        if units > MOST_MULTIPLE and units != QUICK_MULTIPLE:
-            said = f"{MOST_MULTIPLE:,} can be followed, counted in units of its last decimal place"
-            raise InvalidParameters(f"{name} has multipleOf {one}; at most {said}")
-    if several and _in_units(several) > MOST_OF_SEVERAL:
+    units = _in_units([one])
+    if units > MOST_MULTIPLE and units != QUICK_MULTIPLE:
+        said = f"{MOST_MULTIPLE:,} can be followed, counted in units of its last decimal place"
+        raise InvalidParameters(f"{name} has multipleOf {one}; at most {said}")
+
+
+def _check_several(name: str, schema: Any, of_several: Sequence[Any]) -> None:
+    """Raise InvalidParameters for a ``multipleOf`` too large in those schemas of which several apply to one value."""
+    multiples: list[Decimal] = []
+    for keyword, value in _walk(schema, of_several):
+        multiples += _multiples_of(keyword, value)
+    if multiples and _in_units(multiples) > MOST_OF_SEVERAL:
         said = f"a least common multiple above {MOST_OF_SEVERAL:,}, counted in units of their last decimal place"
         raise InvalidParameters(
             f"{name} has numbers for multipleOf, beside $ref, allOf, anyOf or oneOf, that have {said}"
         )
-
-
-def _multiples(schema: Any, is_odd: bool) -> tuple[list[Decimal], list[Decimal]]:
-    """Return the values of ``multipleOf``: of schemas that apply alone, and of those that apply beside others."""
-    alone: list[Decimal] = []
-    several: list[Decimal] = []
-    seen: set[tuple[int, str, bool]] = set()
-    left = [("", schema, is_odd)]
-    while left:
-        keyword, value, is_several = left.pop()
-        if keyword == "multipleOf" and is_real(value) and value:
-            found = several if is_several else alone
-            found.append(Decimal(repr(value)))
-        if isinstance(value, Mapping) and keyword not in _NO_SCHEMA:
-            one = (id(value), keyword, is_several)
-            if one in seen:
-                continue
-            seen.add(one)
-            is_several = is_several or _are_several(value)
-            left += _behind_reference(schema, value, is_several)
-        for key, part in _parts(keyword, value, is_odd):
-            left.append((key, part, is_several))
-    return alone, several
-
-
-def _behind_reference(
-    schema: Any, part: Mapping[str, Any], is_several: bool
-) -> list[tuple[str, Any, bool]]:
-    """Return what a part's reference names; the whole schema if that cannot be found."""
-    reference = part.get("$ref")
-    if not isinstance(reference, str):
-        return []
-    found = _referred(schema, reference)
-    if isinstance(found, Mapping):
-        return [("", found, is_several)]
-    return [("", schema, True)]
-
-
-class _Ends:
-    """Looks for a finite value that may fit a schema: none does where what it requires always leads back to itself."""
-
-    def __init__(self, schema: Any) -> None:
-        self._schema = schema
-        self._left = MOST_STEPS  # parts that are looked at
-
-    def can_end(self, part: Any, within: tuple[int, ...]) -> bool:
-        """Look at a part within others, given by their ids."""
-        self._left -= 1
-        is_far = self._left < 0 or len(within) > MOST_DEPTH
-        if is_far or not isinstance(part, Mapping):
-            return True  # not looked at further
-        if id(part) in within:
-            return False
-        if not _CONSTANTS.isdisjoint(part):
-            return True
-        within = (*within, id(part))
-        for needed in self._needed(part):
-            if not self.can_end(needed, within):
-                return False
-        of_any = self._has_choice(part, "anyOf", within)
-        return of_any and self._has_choice(part, "oneOf", within)
-
-    def _has_choice(
-        self, part: Mapping[str, Any], word: str, within: tuple[int, ...]
-    ) -> bool:
-        choices = _listed(part.get(word))
-        if not choices:
-            return True
-        return any(self.can_end(choice, within) for choice in choices)
-
-    def _needed(self, part: Mapping[str, Any]) -> list[Any]:
-        """Return the parts that every value of a part has, or fits."""
-        needed = list(_listed(part.get("allOf")))
-        reference = part.get("$ref")
-        if isinstance(reference, str):
-            needed.append(_referred(self._schema, reference))
-        if part.get("type") == "object":
-            needed += _required_properties(part)
-        if part.get("type") == "array":
-            needed += _required_items(part)
-        return needed
-
-
-def _required_properties(part: Mapping[str, Any]) -> list[Any]:
-    properties = part.get("properties")
-    if not isinstance(properties, Mapping):
-        return []
-    required = _listed(part.get("required"))
-    return [properties.get(name) for name in required if isinstance(name, str)]
-
-
-def _required_items(part: Mapping[str, Any]) -> list[Any]:
-    least = part.get("minItems", 0)
-    if not is_whole(least):
-        return []
-    first = _listed(part.get("prefixItems"))
-    items = [*first, part.get("items")]
-    if least <= len(first):
-        return items[: max(0, least)]
-    return items
-
-
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    return []
 
 
 def _are_several(schema: Mapping[str, Any]) -> bool:
@@ -403,21 +343,57 @@ def _in_units(multiples: list[Decimal]) -> int:
     return math.lcm(*(int(abs(Fraction(one)) * 10**places) for one in multiples))
 
 
-def _referred(schema: Any, ref: str) -> Any:
-    """Return the part that a reference names, or None."""
-    if not ref.startswith("#"):
-        return None
-    found = schema
-    for step in unquote(ref[1:]).split("/")[1:]:
-        found = _step_into(found, step.replace("~1", "/").replace("~0", "~"))
-    return found
+# ---- whether an answer may end ----
 
 
-def _step_into(part: Any, step: str) -> Any:
-    """Return an entry of a schema's mapping or list, or None."""
-    if isinstance(part, Mapping):
-        return part.get(step)
-    if not isinstance(part, list) or not _INDEX.fullmatch(step):
-        return None
-    found = part[int(step) : int(step) + 1]
-    return found[0] if found else None
+class _Ends:
+    """Looks for a finite value that may fit a schema: none does where what it requires always leads back to itself."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._left = MOST_STEPS  # parts that are looked at
+
+    def can_end(self, part: Any, within: tuple[int, ...]) -> bool:
+        """Look at a part within others, given by their ids."""
+        self._left -= 1
+        is_far = self._left < 0 or len(within) > MOST_DEPTH
+        if is_far or not isinstance(part, Mapping):
+            return True  # not looked at further
+        if id(part) in within:
+            return False
+        within = (*within, id(part))
+        return all(
+            any(self.can_end(one, within) for one in either)
+            for either in self._needed(part)
+        )
+
+    def _needed(self, part: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
+        """Yield what every value of a part has, or fits: parts, of each of which one is enough.
+
+        One by one: a part may need thousands, and fail at the first.
+        """
+        if "const" in part or "enum" in part:
+            return
+        yield [_referred(self._schema, part.get("$ref"))]
+        yield from zip(_listed(part.get("allOf")))
+        if part.get("type") == "object":
+            yield from zip(_required_properties(part))
+        if part.get("type") == "array":
+            yield from zip(_required_items(part))
+        choices = map(_listed, (part.get("anyOf"), part.get("oneOf")))
+        yield from filter(None, choices)
+
+
+def _required_properties(part: Mapping[str, Any]) -> Iterator[Any]:
+    properties = part.get("properties")
+    required = _listed(part.get("required"))
+    if isinstance(properties, Mapping):
+        yield from map(properties.get, map(str, required))
+
+
+def _required_items(part: Mapping[str, Any]) -> Iterator[Any]:
+    least = part.get("minItems", 0)
+    if is_whole(least):
+        first = _listed(part.get("prefixItems"))
+        items = itertools.chain(first, [part.get("items")])
+        yield from itertools.islice(items, max(0, min(least, MOST_STEPS)))

@@ -212,9 +212,9 @@ class JobView(Watch):
                 f"going on: {plan.done} rows are answered, {plan.failed_before} failed before{left}"
             )
         if plan.unknown:
-            said = f"of {count_of(plan.unknown, 'answered row')} it is not known what was asked (earlier versions kept nothing)"
+            said = f"of {count_of(plan.unknown, 'answered row')} it is not known what was asked (nothing says it any more)"
             self._err.print(
-                f"{said}: changed prompts and params of rows are not seen",
+                f"{said}: changed prompts, params and files of rows are not seen",
                 soft_wrap=True,
             )
         if plan.others and not plan.num_before:

@@ -14,6 +14,9 @@ from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import JobRow, name_of
 from vlm_batch.types import Result, SamplingParams, Timings, TokenLogprobs, Usage
 
+#: Above all numbers that a record has, such as the seconds since 1970.
+MOST = 1e15
+
 
 def with_form(params: SamplingParams, result: Result) -> Result:
     """Add an error to a result with an incomplete form."""
@@ -115,7 +118,7 @@ def _usage_of(record: Record) -> Usage:
     spread = {**record, **_mapping(record.get("usage"))}
     counts = {}
     for one in fields(Usage):
-        counts[one.name] = int(_number(spread.get(one.name), 0))
+        counts[one.name] = int(number_of(spread.get(one.name), 0))
     return Usage(**counts)
 
 
@@ -125,7 +128,7 @@ def _timings_of(record: Record) -> Timings:
     seconds = {}
     for one in fields(Timings):
         default = math.nan if one.name == "total" else one.default
-        seconds[one.name] = _number(timings.get(one.name), default)
+        seconds[one.name] = number_of(timings.get(one.name), default)
     return Timings(**seconds)
 
 
@@ -150,13 +153,13 @@ def _from_json(value: Any) -> Any:
         return None
 
 
-def _number(value: Any, default: Any) -> float:
-    """Return a finite number, or the default."""
+def number_of(value: Any, default: Any) -> float:
+    """Return a number of seconds or tokens, or the default for what is none."""
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
-    if math.isfinite(found):
+    if abs(found) < MOST:
         return found
     return float(default)
 

@@ -80,9 +80,7 @@ def closest_name(name: str, known: Collection[str]) -> str | None:
     if plain not in known:
         plain = OTHER_WORDS.get(plain, plain)
     near = difflib.get_close_matches(plain, known, 1, 0.8)
-    if near:
-        return near[0]
-    return None
+    return next(iter(near), None)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -170,7 +168,7 @@ class Columns:
             return
         name, what = found
         raise InvalidJob(
-            f"{table} has no column of {what}s, but {name!r}: {_option(what, table, name)} takes it for that, "
+            f"{table} has no column of {what}s, but {name!r}: {_naming(what, table, name)} takes it for that, "
             f"and {_something_else(what, table, name)} says that it is something else"
         )
 
@@ -215,14 +213,18 @@ def _only(
     return next(iter(likely), None)
 
 
-def _option(what: str, table: str, name: str | None = None) -> str:
+def _option(what: str, table: str) -> str:
     """Return the option for a column, on the command line or in Python."""
     if table in PYTHON_TABLES:
-        return f"{what}=" if name is None else f"{what}={name!r}"
-    option = f"--{what}-column"
-    if name is None:
-        return option
-    return f"{option} {name or repr(name)}"
+        return f"{what}="
+    return f"--{what}-column"
+
+
+def _naming(what: str, table: str, name: str) -> str:
+    """Return the option that names a column."""
+    if table in PYTHON_TABLES:
+        return f"{_option(what, table)}{name!r}"
+    return f"{_option(what, table)} {name or repr(name)}"
 
 
 def _something_else(what: str, table: str, name: str) -> str:
@@ -242,29 +244,28 @@ def flag_overlooked_media(row: JobRow, table: str, folder: str = "") -> JobRow:
         return row
     for name, value in row.columns.items():
         if _is_overlooked(name, value, folder):
-            like = _said_in_brackets(value, "looks like one")
-            error = f"{table} has no column of images, but {name!r}: {_either(name, table, like)}"
-            return replace(row, error=error)
+            return _in_doubt(row, name, table, "of images", "looks like one")
     return row
 
 
-def _said_in_brackets(value: Any, said: str) -> str:
-    """Say something of a short text; "" for others."""
-    if not isinstance(value, str) or len(value) > MOST_SHOWN:
-        return ""
-    return f" ({value} {said})"
-
-
-def _either(name: str, table: str, like: str) -> str:
-    """Say how a column is taken for pictures, and how rows are asked without."""
-    takes, without = _option("image", table, name), _option("image", table, "")
-    return f"{takes} takes it for that{like}, and {without} says that rows are asked without"
+def _in_doubt(row: JobRow, name: str, table: str, what: str, like: str) -> JobRow:
+    """Add an error that says how a column is taken for pictures, and how rows are asked without."""
+    value = row.columns[name]
+    said = ""
+    if isinstance(value, str) and len(value) <= MOST_SHOWN:
+        said = f" ({value} {like})"
+    takes, without = _naming("image", table, name), _naming("image", table, "")
+    error = (
+        f"{table} has no column {what}, but {name!r}: {takes} takes it for that{said}, and {without} says that rows are "
+        "asked without"
+    )
+    return replace(row, error=error)
 
 
 def _is_overlooked(name: str, value: Any, folder: str) -> bool:
     if names_media(value, folder):
         return True
-    return says_media(name) and isinstance(value, str) and is_address(value)
+    return says_media(name) and is_address(value)
 
 
 def flag_doubtful_media(
@@ -276,9 +277,8 @@ def flag_doubtful_media(
     for name in DOUBTFUL_NAMES:
         value = row.columns.get(name)
         if _is_mistaken(value, row, folder):
-            like = _said_in_brackets(value, "does not look like one")
-            error = f"{table} has no column that surely holds images, but {name!r}: {_either(name, table, like)}"
-            return replace(row, error=error)
+            what = "that surely holds images"
+            return _in_doubt(row, name, table, what, "does not look like one")
     return row
 
 

@@ -18,7 +18,9 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+from vlm_batch.checks import is_whole
 from vlm_batch.inputs.fetch import is_address, is_data_uri
+from vlm_batch.jobs.answers import result_of
 from vlm_batch.jobs.boxes import BoxForm, Region
 from vlm_batch.jobs.lines import CannotWrite, Record, replace_file
 from vlm_batch.jobs.plan import Job
@@ -118,7 +120,7 @@ class Documents(Sink):
         form: One of ``DOCUMENT_FORMS``.
         has_marks: Whether each page begins with a mark of its number.
         facts: The model's name and what was asked, for JSON.
-        boxes: How the model writes boxes: each document has a file of its pages' regions then.
+        boxes: How the model writes boxes: each document has a file of its pages' regions then. None without.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Documents(Sink):
         form: str,
         has_marks: bool,
         facts: Mapping[str, Any],
-        boxes: BoxForm | None = None,
+        boxes: BoxForm | None,
     ) -> None:
         self.folder = folder
         self._job = job
@@ -247,9 +249,9 @@ class Documents(Sink):
         del self._open[name]
         document.pages.sort(key=lambda page: page.page or 0)
         self._write_files(name, document.pages, is_new=is_new)
-        lacking = _lacking(name, document.pages)
-        if lacking is not None:
-            self.lacking.append(lacking)
+        failed, repeating = _failed(document.pages), _repeating(document.pages)
+        if failed or repeating:
+            self.lacking.append(Lacking(name, failed, repeating))
 
     def _write_files(self, name: str, pages: list[PageText], *, is_new: bool) -> None:
         """Write a document's files; of an earlier run's pages, only those that are not there."""
@@ -278,12 +280,12 @@ def _is_below(file: PurePosixPath) -> bool:
     return not file.is_absolute() and ".." not in file.parts
 
 
-def _lacking(name: str, pages: list[PageText]) -> Lacking | None:
-    failed = [one.page for one in pages if one.error is not None]
-    repeating = [one.page for one in pages if one.repeats]
-    if not failed and not repeating:
-        return None
-    return Lacking(name, tuple(failed), tuple(repeating))
+def _failed(pages: Iterable[PageText]) -> tuple[int | None, ...]:
+    return tuple(page.page for page in pages if page.error is not None)
+
+
+def _repeating(pages: Iterable[PageText]) -> tuple[int | None, ...]:
+    return tuple(page.page for page in pages if page.repeats)
 
 
 def _write(path: Path, text: str) -> None:
@@ -303,18 +305,19 @@ def _document_of(columns: Mapping[str, Any], row_id: str) -> str:
 
 
 def _page_of(record: Record, boxes: BoxForm | None) -> PageText:
-    text = str(record.get("text") or "").strip()
-    error = record.get("error")
+    result = result_of(record)
+    text = result.text.strip()
     size = _first_size(record.get("image_sizes"))
     regions: list[Region] = []
-    if boxes is not None and size is not None and error is None:
+    if boxes is not None and size is not None and result.error is None:
         seen = _first_size(record.get("model_image_sizes"))
         regions = boxes.regions(text, size, seen)
+    page = record.get("page")
     return PageText(
-        page=record.get("page"),
+        page=page if is_whole(page) else None,
         text=text,
-        error=error,
-        finish_reason=record.get("finish_reason"),
+        error=result.error,
+        finish_reason=result.finish_reason,
         attempts=record.get("attempts", 1),
         size=size,
         regions=tuple(regions),
@@ -322,10 +325,13 @@ def _page_of(record: Record, boxes: BoxForm | None) -> PageText:
 
 
 def _first_size(sizes: Any) -> tuple[int, int] | None:
-    if not sizes:
+    """Return the first of an answer's sizes; None if there is none."""
+    try:
+        (width, height), *_ = sizes
+        size = int(width), int(height)
+    except (TypeError, ValueError, OverflowError):
         return None
-    width, height = sizes[0]
-    return width, height
+    return size if min(size) > 0 else None
 
 
 # ---- what is written ----
@@ -368,7 +374,7 @@ def as_json(name: str, pages: list[PageText], facts: Mapping[str, Any]) -> str:
     whole = {
         "document": name,
         **facts,
-        "missing": [page.page for page in pages if page.error is not None],
+        "missing": _failed(pages),
         "pages": list(map(_facts_of_page, pages)),
     }
     return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"

@@ -14,11 +14,10 @@ from typing import Any
 import filelock
 
 from vlm_batch._version import __version__
+from vlm_batch.checks import parse_json
+from vlm_batch.errors import describe, shown
 from vlm_batch.jobs.lines import linked_file, replace_file
-from vlm_batch.jobs.questions import PARAMETERS
 from vlm_batch.jobs.rows import InvalidJob
-from vlm_batch.schemas import simplify_schema
-from vlm_batch.types import SamplingParams
 
 #: Version of the header's form.
 FORM = 1
@@ -37,6 +36,9 @@ MODEL_SUFFIXES = (
 
 #: The setting of CSV and TSV files in which no spreadsheet finds a formula.
 SAFE = "spreadsheet_safe"
+
+#: Settings of a header that are read as more than values to compare.
+_KINDS = {MODEL_FILES: dict, "tables": dict, "prompts": list, "dpi": int}
 
 #: Bytes of a compared block; most blocks of a picture or table, and of a model's file.
 BLOCK, MEDIUM_BLOCKS, MODEL_BLOCKS = 1 << 14, 16, 1024
@@ -115,19 +117,29 @@ def _taken(output: Path) -> InvalidJob:
 def read_header(output: Path) -> dict[str, Any] | None:
     path = header_path(output)
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-        is_known = header["form"] == FORM
-        settings = dict(header["settings"]) if is_known else {}
+        header = parse_json(path.read_bytes())
+        if header["form"] == FORM:
+            return _checked(header["settings"])
+        made_by = header["vlm_batch"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidJob(
-            f"{path} cannot be read ({error}); --force goes on without it"
+            f"{path} cannot be read ({describe(error)}); --force goes on without it"
         ) from error
-    if not is_known:
-        raise InvalidJob(
-            f"{path} is of another version of vlm-batch ({header.get('vlm_batch')}): go on with that one, or name another file"
-        )
+    raise InvalidJob(
+        f"{path} is of another version of vlm-batch ({made_by}): go on with that one, or name another file"
+    )
+
+
+def _checked(settings: Any) -> dict[str, Any]:
+    """Return a header's settings. Raises ValueError for what no header has."""
+    if not isinstance(settings, dict):
+        raise ValueError(f"its settings are {shown(settings)}")
+    for name, kind in _KINDS.items():
+        value = settings.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"its {name} are {shown(value)}")
     return settings
 
 
@@ -146,10 +158,6 @@ def check_same(output: Path, settings: Mapping[str, Any]) -> None:
             f"{output} has no header beside it that says how it was made; --force goes on without it"
         )
     now = json.loads(json.dumps(settings))
-    for one in (before, now):
-        _settle(one)
-    if SAFE in now:  # which earlier versions did not know
-        before.setdefault(SAFE, now[SAFE])
     of_model = _compare_models(before, now)
     if _tables_agree(before, now):
         before["tables"] = now.get("tables")
@@ -174,7 +182,7 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     first, second = before.pop(MODEL_FILES, {}), now.pop(MODEL_FILES, {})
     changed = _changed(first, second)
     if not changed:
-        if first and second:
+        if first:  # and second, which has the same
             before["model"] = now["model"]
         return []
     has_one_name = before.get("model") == now.get("model")
@@ -197,14 +205,6 @@ def _changed(
     return [name for name in every if not _is_same(first.get(name), second.get(name))]
 
 
-def _settle(settings: dict[str, Any]) -> None:
-    """Convert an earlier version's settings."""
-    defaults = {name: vars(SamplingParams())[name] for name in PARAMETERS}
-    settings |= {**json.loads(json.dumps(defaults)), **settings}
-    if isinstance(settings.get("json_schema"), dict):
-        simplify_schema(settings["json_schema"])
-
-
 def _tables_agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the tables that both have are the same."""
     first, second = before.get("tables", {}), now.get("tables", {})
@@ -223,11 +223,11 @@ def stamp(path: str | Path, blocks: int) -> Stamp | None:
     return None
 
 
-def _is_same(first: Stamp | None, second: Stamp | None) -> bool:
-    """Compare stamps by content: files are touched and copied."""
+def _is_same(first: Any, second: Stamp | None) -> bool:
+    """Compare a header's stamp with one of now, by content: files are touched and copied."""
     if first == second:
         return True
-    if first is None or second is None:
+    if second is None or not isinstance(first, list):
         return False
     content = first[2:]
     return bool(content) and content == second[2:]

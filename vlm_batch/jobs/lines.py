@@ -155,7 +155,7 @@ def torn_bytes(path: Path) -> int:
         last = data[data.rfind(b"\n") + 1 :]
     try:
         is_whole = isinstance(json.loads(last), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         is_whole = False
     return 0 if is_whole else len(last)
 
@@ -191,7 +191,7 @@ def _record_of(line: bytes) -> Record:
     """Parse a line. Raises ValueError, which says what it is instead of a record."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError("is not an object")

@@ -14,7 +14,8 @@ from vlm_batch.inputs.images import DEFAULT_MAX_PIXELS, load_image
 from vlm_batch.jobs.rows import InvalidJob, JobRow, Source
 from vlm_batch.types import Request
 
-_SPAN = re.compile(r"(\d+)?(-)?(\d+)?")
+#: A page, or a range of pages that is open at one end at most.
+_SPAN = re.compile(r"(?=-?\d)(\d{1,9})?(?:(-)(\d{1,9})?)?")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class PageRange:
 def _span(text: str) -> tuple[int, float]:
     """Parse one page, or a range of them."""
     match = _SPAN.fullmatch(text.replace(" ", ""))
-    first, dash, last = match.groups() if match is not None else ("", "", "")
-    if not first and not last:
+    if match is None:
         raise InvalidJob(
             f"--pages has {text!r}; it takes pages and ranges of them, as 1-20,35"
         )
+    first, dash, last = match.groups()
     begin = int(first or 1)
     end: float = begin
     if dash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -49,7 +50,7 @@ class Plan:
         others: The output's answers to other rows.
         changed: Answered rows whose files have changed.
         otherwise: Answered rows that ask something else now.
-        unknown: Answered rows of which an earlier version kept nothing of what they ask.
+        unknown: Answered rows of which nothing says what they asked.
     """
 
     total: int | None
@@ -82,9 +83,7 @@ class Plan:
         if before is None:
             self.unknown += 1
             return
-        if before.asked is None:
-            self.unknown += 1
-        elif before.asks_else(item):
+        if before.asks_else(item):
             self.otherwise.append(item.id)
         if before.has_other_files(item.row):
             self.changed.append(item.id)
@@ -138,14 +137,11 @@ class Job:
                 yield item
 
     def _all_items(self, scan: bool) -> Iterator[Item]:
-        for number, item in enumerate(self._unnumbered(scan)):
+        read = self._scanned if scan else self._rows_of
+        rows = itertools.chain.from_iterable(map(read, self.sources))
+        items = itertools.chain.from_iterable(map(self.questions.ask, rows))
+        for number, item in enumerate(items):
             yield replace(item, number=number)
-
-    def _unnumbered(self, scan: bool) -> Iterator[Item]:
-        for source in self.sources:
-            rows = self._scanned(source) if scan else self._rows_of(source)
-            for row in rows:
-                yield from self.questions.ask(row)
 
     def ordered(self, items: Iterator[Item]) -> Iterator[Item]:
         """Return items in the order in which they are asked: pictures that are files, by their sizes."""

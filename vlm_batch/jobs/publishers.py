@@ -279,7 +279,7 @@ _BY_TYPE = {kind: one for one in PUBLISHERS for kind in one.model_types}
 UNKNOWN = Publisher(models=(), prompts=PLAIN_PROMPTS, source="our own words")
 
 
-def publisher_of(model: str, model_type: str | None = None) -> Publisher:
+def publisher_of(model: str, model_type: str | None) -> Publisher:
     """Find who published a model, by its name or, where only one publisher has it, its model type; else ``UNKNOWN``.
 
     Args:

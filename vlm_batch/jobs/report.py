@@ -7,6 +7,7 @@ import bisect
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import jinja2
 
 from vlm_batch._version import __version__
-from vlm_batch.jobs.answers import listed, result_of
+from vlm_batch.jobs.answers import listed, number_of, result_of
 from vlm_batch.jobs.lines import Record
 from vlm_batch.jobs.questions import Item
 from vlm_batch.jobs.rows import JobRow
@@ -72,14 +73,14 @@ def _item_of(record: Record, dpi: int) -> Item:
     row_id = str(record["id"])
     images = listed(record.get("images")) or (row_id,)
     row = _row(row_id, images, dpi)
-    return Item(row_id, row, prompt=record.get("prompt"))
+    return Item(row_id, row, prompt=str(record.get("prompt") or ""))
 
 
 def _times(record: Record) -> tuple[float, float] | None:
     """Return when a row began and ended; None if nothing says so."""
-    if not record.get("created"):
+    created = number_of(record.get("created"), 0.0)
+    if not created:
         return None
-    created = float(record["created"])
     seconds = result_of(record).timings.total
     return created - (0.0 if math.isnan(seconds) else seconds), created
 
@@ -104,12 +105,16 @@ class _RunClock:
         return self._left[span] - (self._ends[span] - moment)
 
 
+#: A document's page, as rows name it.
+_PAGE = re.compile(r"(.+)#(\d{1,9})", re.DOTALL)
+
+
 def _row(row_id: str, images: Sequence[Any], dpi: int) -> JobRow:
     """Return a row with the picture that it was about, if it is still there."""
     name = str(images[0])
-    path, _, page = name.rpartition("#")
-    if page.isdecimal() and os.path.isfile(path):
-        load = partial(render_page, path, int(page) - 1, dpi)
+    page = _PAGE.fullmatch(name)
+    if page is not None and os.path.isfile(page[1]):
+        load = partial(render_page, page[1], int(page[2]) - 1, dpi)
         return JobRow(id=row_id, images=tuple(images), load=load)
     is_there = os.path.isfile(name)
     return JobRow(id=row_id, images=(name,) if is_there else ())

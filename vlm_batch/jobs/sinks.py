@@ -410,11 +410,13 @@ class BatchFile(AnswerFile):
 
     def records(self) -> Iterator[Record]:
         for line in super().records():
-            if "custom_id" not in line:
+            try:
+                record = record_of_line(line)
+            except Exception as error:  # whatever a line of another form raises
                 raise InvalidJob(
                     f"{self.path} is not in OpenAI's batch form; --format says which form an output has"
-                )
-            yield record_of_line(line)
+                ) from error
+            yield record
 
 
 def _check_exclusive(resume: bool, overwrite: bool) -> None:

@@ -16,7 +16,7 @@ from vlm_batch.inputs.media import KINDS
 from vlm_batch.jobs.journal import fingerprint, times_of
 from vlm_batch.jobs.lines import LineFile, Record, read_answers
 from vlm_batch.jobs.questions import Item
-from vlm_batch.jobs.rows import JobRow, digest, spelled
+from vlm_batch.jobs.rows import InvalidJob, JobRow, digest, spelled
 from vlm_batch.types import Audio, Message, Video
 
 
@@ -24,32 +24,26 @@ class Stamp(NamedTuple):
     """64-bit digests of a row's line.
 
     Attributes:
-        times: Sizes and times of the row's files.
+        asked: Prompt or messages, and own params.
+        media: Media that are no files; None where a scan leaves pictures out.
+        times: Sizes and times of the row's files; None without one.
         contents: Their contents.
         paths: Their names.
-        asked: Prompt or messages, and own params; None in lines of earlier versions.
-        media: Media that are no files; None where a scan leaves pictures out.
     """
 
-    times: int
-    contents: int
-    paths: int | None
     asked: int | None
     media: int | None
+    times: int | None
+    contents: int | None
+    paths: int | None
 
     @classmethod
     def of(cls, line: Record) -> Stamp:
-        return cls(
-            times=digest(str(line.get("times"))),
-            contents=digest(str(line.get("contents"))),
-            paths=_digest_of(line, "paths"),
-            asked=_digest_of(line, "asked"),
-            media=_digest_of(line, "media"),
-        )
+        return cls(*[_digest_of(line, name) for name in cls._fields])
 
     def asks_else(self, item: Item) -> bool:
         """Whether the row's prompt, messages, params or media have changed."""
-        if self.asked is not None and digest(asked_of(item)) != self.asked:
+        if digest(asked_of(item)) != self.asked:
             return True
         media = media_of(item.row)
         if self.media is None or media is None:
@@ -66,9 +60,8 @@ class Stamp(NamedTuple):
             if digest(str(times)) == self.times:
                 return False
             return digest(str(list(map(fingerprint, files)))) != self.contents
-        if not files or self.paths is None:
-            return False
-        return digest(str(list(map(str, files)))) != self.paths
+        names = digest(str(list(map(str, files))))
+        return self.paths not in (None, names)
 
 
 def line_of(item: Item) -> Record:
@@ -156,10 +149,16 @@ class Stamps:
         self._file: LineFile | None = None
 
     def read(self) -> dict[int, Stamp]:
-        """Return stamps by their ids' digests."""
-        return {
-            digest(str(line["id"])): Stamp.of(line) for line in read_answers(self._path)
-        }
+        """Return stamps by their ids' digests. Raises InvalidJob for lines of another form."""
+        found = {}
+        for line in read_answers(self._path):
+            if "asked" not in line:
+                raise InvalidJob(
+                    f"{self._path} does not say what {line['id']!r} asked, so another version of vlm-batch wrote it: go on "
+                    "with that one, or name another output"
+                )
+            found[digest(str(line["id"]))] = Stamp.of(line)
+        return found
 
     def add(self, line: Record) -> None:
         self._file = self._file or LineFile(self._path)

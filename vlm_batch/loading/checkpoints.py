@@ -229,15 +229,13 @@ def _hook(name: str) -> None:
 
 
 def with_unused(weights: Weights, model: nn.Module, prefix: str) -> Weights:
-    """Fill parameters in that no answer needs, if the folder has none of them."""
-    if any(name.startswith(prefix) for name in weights):
-        return weights
-    filled = dict(weights)
+    """Fill in the parameters that no answer needs and the folder lacks."""
+    filled: Weights = {}
     parameters: Weights = dict(tree_flatten(model.parameters()))
     for name, value in parameters.items():
         if name.startswith(prefix):
             filled[name] = mx.zeros(value.shape)
-    return filled
+    return filled | weights
 
 
 def widened(weights: Weights, layout: Mapping[str, Any]) -> Weights:

@@ -31,6 +31,8 @@ POINTED_SIZE = re.compile(rb"^size (\d+)\r?$", re.MULTILINE)
 INDEX = "model.safetensors.index.json"
 #: Largest head of a safetensors file that is believed, as in the format's own reader.
 MOST_HEAD_BYTES = 100_000_000
+#: Most files that a fault names.
+MOST_NAMED = 5
 #: Any of these files holds a vocabulary.
 VOCABULARIES = (
     "tokenizer.json",
@@ -176,8 +178,9 @@ class _Folder:
     def weight_map(self) -> dict[str, str]:
         """The index: tensor -> file."""
         found = self.json_of(INDEX).get("weight_map")
-        entries = found.items() if isinstance(found, dict) else ()
-        return {tensor: file for tensor, file in entries if isinstance(file, str)}
+        if not isinstance(found, dict):
+            return {}
+        return {tensor: str(file) for tensor, file in found.items()}
 
     @property
     def named_files(self) -> list[str]:
@@ -301,7 +304,7 @@ class _Folder:
         check = _check_ends if is_large else _check_json
         try:
             check(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             said = " ".join(str(error).split())[:120]
             return f"{name} is not whole: {said}. Download it again"
         return None
@@ -325,8 +328,8 @@ class _Folder:
                 "it has no tokenizer: there is no tokenizer.json, tokenizer.model, vocab.json with merges.txt, or "
                 "other file with a vocabulary. Download it again, or copy these files from the model that it was made of"
             )
-        needs_merges = there == ["vocab.json"]
-        if needs_merges and not (self.path / "merges.txt").exists():
+        has_merges = (self.path / "merges.txt").exists()
+        if there == ["vocab.json"] and not has_merges:
             yield "its tokenizer is not whole: there is vocab.json, and neither merges.txt nor tokenizer.json"
 
 
@@ -350,7 +353,7 @@ def read_head(path: Path) -> WeightsFile:
     except OSError as error:
         said = f"cannot be read: {error.strerror or error}"
         return broken(f"{path.name} {said}. {again}")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except Exception:  # whatever a head of the wrong form raises
         said = "is no whole safetensors file: its head cannot be read"
         return broken(f"{path.name} {said}. {again}")
     missing = 8 + length + end - size
@@ -365,7 +368,7 @@ def _tensors_of(head: Any) -> tuple[dict[str, TensorHead], int]:
     tensors, end = {}, 0
     head.pop("__metadata__", None)
     for name, entry in head.items():
-        tensors[name] = TensorHead(entry["dtype"], tuple(entry["shape"]))
+        tensors[name] = TensorHead(str(entry["dtype"]), tuple(entry["shape"]))
         end = max(end, entry["data_offsets"][1])
     return tensors, end
 
@@ -399,7 +402,7 @@ def _check_ends(path: Path) -> None:
         raise ValueError("it does not end as JSON does")
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    num_further = len(names) - most
-    further = f" and {num_further} more" if num_further > 0 else ""
-    return ", ".join(names[:most]) + further
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"

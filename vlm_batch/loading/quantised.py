@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ def _why_unread(found: Quantisation, tensors: Mapping[str, Any]) -> str | None:
 
 
 def _why_not_among(read: frozenset[str], named: Any) -> str | None:
-    if named in read:
+    if str(named) in read:
         return None
     return f"of which mlx-vlm reads {', '.join(sorted(read))}"
 
@@ -189,21 +189,30 @@ def _why_unread_compressed(
     # without a name anywhere, mlx-vlm goes by the tensors
     named = [part["format"] for part in (settings, *groups) if part.get("format")]
     kind, *_ = *named, "dense"
-    unread = _why_not_among(READ_FORMATS, kind)
-    if unread is not None:
-        return unread
-    if any(name.endswith(".weight_g_idx") for name in tensors):
-        return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
     packed = [
         _mapping(group.get("weights"))
         for group in groups
         if group.get("format", kind) == "pack-quantized"
     ]
-    for weights in packed:
-        why = _why_unread_packed(weights)
-        if why is not None:
-            return why
-    if len(set(map(_packing, packed))) > 1:
+    reasons = [
+        _why_not_among(READ_FORMATS, kind),
+        _why_out_of_order(tensors),
+        *map(_why_unread_packed, packed),
+        _why_mixed(packed),
+    ]
+    return next(filter(None, reasons), None)
+
+
+def _why_out_of_order(tensors: Mapping[str, Any]) -> str | None:
+    if any(name.endswith(".weight_g_idx") for name in tensors):
+        return "with groups in an order of their own (actorder: group), which mlx-vlm cannot read"
+    return None
+
+
+def _why_mixed(packed: Sequence[Mapping[str, Any]]) -> str | None:
+    """Judge the groups of packed weights together."""
+    numbers = list(map(_packing, packed))
+    if numbers != numbers[:1] * len(numbers):
         return "with several numbers of bits, of which mlx-vlm takes the first for all"
     return None
 
@@ -237,9 +246,10 @@ def check_decoded(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None
     if found is None:
         return
     for name, value in weights.items():
-        layer = name.removesuffix(".weight")
-        is_packed = layer != name and value.ndim > 1 and "int" in str(value.dtype)
-        if is_packed and f"{layer}.scales" not in weights:
+        # MLX's own packed weights have scales beside them
+        is_unpacked = name.removesuffix("weight") + "scales" in weights
+        is_packed = value.ndim > 1 and "int" in str(value.dtype)
+        if is_packed and name.endswith(".weight") and not is_unpacked:
             raise UnsupportedModel(
                 f"its weights are quantised by {found.name}, and mlx-vlm has not unpacked {name}. {INSTEAD}"
             )

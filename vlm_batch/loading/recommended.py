@@ -55,10 +55,14 @@ class RecommendedSampling:
     def __str__(self) -> str:
         params = dict(self.params)
         params.pop(_IMPLIED, None)
-        said = [f"{name} {value:g}" for name, value in params.items()]
-        text = ", ".join(said) or "greedy"
-        left = [f"{name} {json.dumps(value)}" for name, value in self.not_taken.items()]
-        return f"{text}; not taken: {', '.join(left)}" if left else text
+        text = _listed(params) or "greedy"
+        if not self.not_taken:
+            return text
+        return f"{text}; not taken: {_listed(self.not_taken)}"
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {json.dumps(value)}" for name, value in settings.items())
 
 
 #: The parameter that a penalty brings with it.
@@ -74,7 +78,7 @@ def json_object(file: Path) -> dict[str, Any]:
     """Return a file's object; empty if there is none, or it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -32,7 +32,7 @@ from vlm_batch.server.edge import MAX_NESTED, MAX_VALUES, ByteQuota, Entry, NoRo
 from vlm_batch.server.errors import ApiError, json_bytes, refusing
 from vlm_batch.server.exchange import Exchange
 from vlm_batch.server.private import AGE, new_id
-from vlm_batch.server.stored import FileStore
+from vlm_batch.server.stored import Described, FileStore, Record
 from vlm_batch.server.wire import Body
 
 logger = logging.getLogger("vlm_batch.server")
@@ -55,8 +55,23 @@ class Stopping(Exception):
     """The server stops; a later one goes on."""
 
 
-#: Fields of a batch that a later process goes on with.
-RECORDED = ("owner", "client", "shown", "output", "errors", "age", "ends_as")
+class DescribedBatch(Described):
+    status: str
+    endpoint: str
+    input_file_id: str
+    request_counts: dict[str, int]
+    usage: dict[str, Any] | None
+
+
+class BatchRecord(Record):
+    """What a later process goes on with."""
+
+    client: int
+    shown: DescribedBatch
+    output: str
+    errors: str
+    age: int
+    ends_as: str
 
 
 @dataclass(eq=False)
@@ -97,7 +112,7 @@ class BatchRun:
         return self.status in ENDED
 
     def record(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in RECORDED}
+        return {name: vars(self)[name] for name in BatchRecord.model_fields}
 
     def count(self, line: Mapping[str, Any]) -> None:
         """Count a row that was answered, or cannot be."""
@@ -136,8 +151,8 @@ class Batches:
 
     def start(self) -> None:
         """Go on with what has not ended."""
-        for record in self._store.records("batch_", RECORDED):
-            run = BatchRun(**record)
+        for record in self._store.records("batch_", BatchRecord):
+            run = BatchRun(**record.model_dump())
             self._runs[run.id] = run
         left = [run for run in self._runs.values() if not run.has_ended]
         growing = [name for run in left for name in (run.output, run.errors)]

@@ -101,11 +101,10 @@ class _Read(Request):
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    with _not_too_deep():
-        try:
-            body = parse_json(data)
-        except ValueError as error:
-            raise _no_json(data, error) from error
+    try:
+        body = parse_json(data)
+    except ValueError as error:
+        raise _no_json(data, error) from error
     return check_body(body, kind)
 
 

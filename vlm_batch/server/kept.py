@@ -126,9 +126,8 @@ class Place(Generic[Value]):
 class Shelf(Generic[Value]):
     """Values by id, within bounds: the one that was used longest ago, of the owner that has most bytes, goes first."""
 
-    def __init__(self, most: int, most_values: int = MOST_RESPONSES) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._most_values = most_values
         self._places: dict[str, Place[Value]] = {}
         self._sizes: Counter[str] = Counter()
 
@@ -168,7 +167,7 @@ class Shelf(Generic[Value]):
 
     @property
     def _is_full(self) -> bool:
-        has_too_many = len(self._places) > self._most_values
+        has_too_many = len(self._places) > MOST_RESPONSES
         return has_too_many or self._sizes.total() > self._most
 
     def _least_needed(self) -> str:

@@ -11,12 +11,15 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+from pydantic import BaseModel, ConfigDict
+
+from vlm_batch.errors import describe
 from vlm_batch.server.edge import PART_OF_CLIENT
 from vlm_batch.server.errors import ApiError
 from vlm_batch.server.private import (
@@ -30,6 +33,35 @@ logger = logging.getLogger("vlm_batch.server")
 
 #: Most files of all clients; a record takes about 1 KB of memory.
 MAX_FILES = 20_000
+
+
+class Record(BaseModel):
+    """What lies beside a file's content, or says how far a batch is; files of another form are left out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+    owner: str
+
+
+class Described(BaseModel):
+    """OpenAI's description of a file or a batch, as far as it is read."""
+
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    id: str
+    created_at: int
+    expires_at: int
+
+
+class DescribedFile(Described):
+    bytes: int
+
+
+class FileRecord(Record):
+    file: DescribedFile
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -78,27 +110,24 @@ class FileStore:
         self._sizes: Counter[str] = Counter()
         self._files: dict[str, StoredFile] = {}
         self._lock = private_folder(folder, "--files")
-        for record in self.records("file-", ("owner", "file")):
-            if self.path(record["file"]["id"]).exists():
-                self._add(StoredFile(record["owner"], record["file"]))
+        for record in self.records("file-", FileRecord):
+            if self.path(record.file.id).exists():
+                self._add(StoredFile(record.owner, record.file.model_dump()))
 
     def close(self) -> None:
         self._lock.release()
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def records(self, prefix: str, fields: Collection[str]) -> Iterator[dict[str, Any]]:
-        """Yield records whose ids have a prefix; one that is damaged, or has other fields, is logged and left."""
+    def records(self, prefix: str, kind: type[AnyRecord]) -> Iterator[AnyRecord]:
+        """Yield records whose ids have a prefix; one that is damaged, or of another form, is logged and left."""
         for path in sorted(self.folder.glob(f"{prefix}*.json")):
             try:
-                record = json.loads(path.read_bytes())
+                record = kind.model_validate_json(path.read_bytes())
             except (OSError, ValueError) as error:
-                logger.error("%s cannot be read: %s", path.name, error)
+                logger.error("%s cannot be read: %s", path.name, describe(error))
                 continue
-            if isinstance(record, dict) and record.keys() == set(fields):
-                yield record
-            else:
-                logger.error("%s is no record of this version", path.name)
+            yield record
 
     def write_record(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a record whole, or not at all. Raises CannotWrite."""

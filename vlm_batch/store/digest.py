@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -182,9 +182,7 @@ def _feed(state: Any, value: Any, in_full: bool) -> None:
         return
     kind, items = "sequence", value
     if isinstance(value, Mapping):
-        kind, items = "mapping", []
-        for name in sorted(value):
-            items += [name, value[name]]
+        kind, items = "mapping", chain.from_iterable(sorted(value.items()))
     elif not isinstance(value, (list, tuple)):
         raise TypeError(f"no digest of {type(value).__name__}")
     state.update(f"{kind} {len(value)};".encode())

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from vlm_batch.errors import InvalidCache
 from vlm_batch.store.digest import DIGEST_SIZE, digest
 from vlm_batch.store.files import (
     Identity,
-    can_write,
     identity_of,
     read_head,
     read_row,
@@ -52,8 +50,8 @@ class RowFiles:
         # left by a process that ended while writing
         for part in directory.glob(f".{NAMES}.*.part"):
             _remove(part)
-        for path in sorted(directory.glob(NAMES), key=_age):
-            self._take_up(path)
+        for _, name, _ in sorted(self._all_files()):
+            self._take_up(directory / name)
         self._make_room()
 
     def __len__(self) -> int:
@@ -70,11 +68,11 @@ class RowFiles:
         name = digest(contents).hex() + SUFFIX
         if name in self._files and self._use(name):
             return
-        if row.nbytes > self.max_bytes or not can_write(row):
+        if row.nbytes > self.max_bytes:
             return
         try:
-            file = _File(row.keys, write_row(self.directory / name, row, self.identity))
-        except OSError:
+            file = _File(row.keys, write_row(self.directory / name, row, identity))
+        except (InvalidCache, OSError):
             return
         for other, _ in list(self._index.candidates(row.keys)):
             keys = self._files[other].keys
@@ -145,13 +143,10 @@ class RowFiles:
     def _all_files(self) -> list[tuple[int, str, int]]:
         """Return (when it was used, name, bytes) of each file, of any process."""
         found: list[tuple[int, str, int]] = []
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self.directory):
-                if not fnmatchcase(name, NAMES):
-                    continue
-                with contextlib.suppress(OSError):  # removed by another process
-                    file = os.stat(self.directory / name)
-                    found.append((file.st_mtime_ns, name, file.st_size))
+        for path in self.directory.glob(NAMES):
+            with contextlib.suppress(OSError):  # removed by another process
+                file = path.stat()
+                found.append((file.st_mtime_ns, path.name, file.st_size))
         return found
 
     def _add(self, name: str, file: _File) -> None:
@@ -166,10 +161,3 @@ class RowFiles:
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

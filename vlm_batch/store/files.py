@@ -73,7 +73,7 @@ def write_row(path: str | Path, row: SavedRow, identity: Identity) -> int:
         "num_layers": row.num_layers,
         "num_pictures": row.num_pictures,
         "whole": _pack_layers(row.whole, "whole", tensors),
-        "points": snapshots,  # version 1's name
+        "points": snapshots,
     }
     metadata = {
         "format": FORMAT,

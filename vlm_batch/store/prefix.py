@@ -93,9 +93,7 @@ class PrefixCache(NoPrefixCache):
     def find(self, key: PromptKey, least: int = 0) -> Match | None:
         self._read_longer(key)
         matches = self._matches(key)
-        if not matches:
-            return None
-        common = max(found.common for found in matches.values())
+        common = max((found.common for found in matches.values()), default=-1)
         if common < least:
             return None
         best = max(matches, key=lambda number: matches[number].length)
@@ -107,7 +105,7 @@ class PrefixCache(NoPrefixCache):
         """Return matches of rows, by number, until no later row can be longer."""
         matches, longest = dict[int, Match](), 0
         for number, shared in self._index.candidates(key.positions):
-            if matches and longest >= shared + BLOCK:
+            if longest >= shared + BLOCK:
                 break  # later rows share less
             matches[number] = match(self._rows[number], key)
             longest = max(longest, matches[number].length)

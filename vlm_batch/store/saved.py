@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.arrays import own_array
+from vlm_batch.arrays import arrays_of, map_arrays, own_array
 from vlm_batch.caches.layers import kind_of
 from vlm_batch.caches.states import LayerState
 from vlm_batch.store.budget import footprint
@@ -34,8 +34,11 @@ class Snapshot:
         return all(layer.reaches(length) for layer in self.layers.values())
 
     def arrays(self) -> list[mx.array]:
-        found = _arrays_of(self.layers)
-        return found if self.logits is None else [self.logits, *found]
+        return [*arrays_of(self.logits), *_arrays_of(self.layers)]
+
+
+#: Of a length at which nothing was saved.
+_NOTHING = Snapshot()
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,12 @@ class SavedRow:
         longest = 0
         for at, snapshot in self.snapshots.items():
             end = min(limit, at)
-            is_longer = end > longest
-            if is_longer and self._serves(snapshot, end):
-                longest = end
+            if self._serves(snapshot, end):
+                longest = max(longest, end)
         return longest
 
     def logits_at(self, length: int) -> mx.array | None:
-        snapshot = self.snapshots.get(length)
-        return None if snapshot is None else snapshot.logits
+        return self.snapshots.get(length, _NOTHING).logits
 
     def restore(self, length: int, num_pictures: int) -> list[Any]:
         """Make single-row caches of the first ``length`` positions and ``num_pictures``."""
@@ -160,7 +161,7 @@ def save_snapshot(
 ) -> Snapshot:
     """Save the layers that are not whole, unevaluated."""
     _, layers = _states(caches, length, {})
-    return Snapshot(layers, None if logits is None else own_array(logits))
+    return Snapshot(layers, map_arrays(logits, own_array))
 
 
 def save_row(
@@ -174,7 +175,7 @@ def save_row(
     length = len(keys)
     whole, last = _states(caches, length, constant or {})
     kept = {at: snapshot for at, snapshot in snapshots.items() if at <= length}
-    end = Snapshot(last, kept.get(length, Snapshot()).logits)
+    end = Snapshot(last, kept.get(length, _NOTHING).logits)
     if last and end.reaches(length):
         kept[length] = end
     return SavedRow(keys, len(caches), whole, kept, num_pictures)
