@@ -8,8 +8,10 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,12 @@ import pytest
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["VLM_BATCH_CACHE"] = tempfile.mkdtemp(prefix="vlm-batch-tests-")
     atexit.register(shutil.rmtree, os.environ["VLM_BATCH_CACHE"], ignore_errors=True)
+    compiler = shutil.which("g++") if sys.platform == "linux" else None
+    if compiler is not None and "VLM_BATCH_GXX" not in os.environ:
+        own = Path(__file__).parent / "compiler"  # its g++ says why
+        os.environ["PATH"] = os.pathsep.join((str(own), os.environ["PATH"]))
+        os.environ["VLM_BATCH_GXX"] = compiler
+        os.environ["VLM_BATCH_GXX_READ"] = os.environ["VLM_BATCH_CACHE"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Another processor's products round otherwise, and the library warns in notebooks.

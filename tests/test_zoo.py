@@ -29,6 +29,7 @@ from tests.zoo import (
     to_mx,
     weights_hash,
 )
+from tests.zoo._build import draw
 from tests.zoo._moondream import averages
 from tests.zoo._oracle import generate_by_recomputing
 from vlm_batch.adapters.vision import adaptive_average
@@ -71,6 +72,7 @@ def test_the_model_type_is_the_familys(tiny: TinyFamily, model: Any) -> None:
 
 
 def test_weights_repeat(tiny: TinyFamily, model: Any) -> None:
+    draw.cache_clear()
     assert weights_hash(tiny.build()) == weights_hash(model)
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import TypeVar, cast
 
 import mlx.core as mx
@@ -28,11 +29,13 @@ Fill = Callable[[np.random.RandomState, Shape], np.ndarray]
 Kind = TypeVar("Kind")
 
 
+@cache
 def spread(std: float, mean: float = 0.0) -> Fill:
     """Normal values around `mean`."""
     return lambda random, shape: mean + std * random.standard_normal(shape)
 
 
+@cache
 def fan_in(gain: float) -> Fill:
     """Normal values that keep the scale of the input times `gain`; all axes but the first are summed over."""
     return lambda random, shape: (
@@ -40,6 +43,7 @@ def fan_in(gain: float) -> Fill:
     )
 
 
+@cache
 def per_expert(gain: float) -> Fill:
     """As `fan_in`, for (experts, out, in): each expert sums over the last axis only."""
     return lambda random, shape: (
@@ -89,10 +93,11 @@ def enliven(
     A parameter that no rule covers is an error, because a default (a zero gate, a unit norm) is not lively.
     """
     weights = {
-        path: _draw(seed, path, value.shape, fill)
+        path: draw(seed, path, value.shape, fill)
         for path, value, fill in _plan(model, rules)
     }
     if quiet:
+        weights[quiet] = weights[quiet].copy()
         weights[quiet][PLAIN:] *= 0.1
     model.load_weights(
         [(path, mx.array(value)) for path, value in weights.items()], strict=False
@@ -126,10 +131,14 @@ def _fill_for(modules: dict[str, nn.Module], path: str, rules: Sequence[Rule]) -
     raise LookupError(f"no rule fills {path} of {type(modules.get(owner)).__name__}")
 
 
-def _draw(seed: int, path: str, shape: Shape, fill: Fill) -> np.ndarray:
+# Tests build a family's model again and again, each its own, and fills of equal numbers are one.
+@lru_cache(maxsize=2**14)
+def draw(seed: int, path: str, shape: Shape, fill: Fill) -> np.ndarray:
     # RandomState and not Generator: its streams are frozen by numpy's policy, and recorded references rely on them.
     random = np.random.RandomState((zlib.crc32(path.encode()) + seed) % 2**32)
-    return np.asarray(fill(random, shape), dtype=np.float32)
+    drawn = np.asarray(fill(random, shape), dtype=np.float32)
+    drawn.flags.writeable = False
+    return drawn
 
 
 def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
