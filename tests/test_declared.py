@@ -79,11 +79,15 @@ def test_bounds_belong_to_the_range(
     name: str, taken: tuple[float, ...], refused: tuple[float, ...]
 ) -> None:
     """Of numpy's numbers, too: in float32 the largest number below 1 of a float is 1."""
+    def made(value: Any) -> SamplingParams:
+        given: dict[str, Any] = {name: value}
+        return SamplingParams(**given)
+
     for value in taken:
-        assert getattr(SamplingParams(**{name: value}), name) == value
+        assert getattr(made(value), name) == value
     for value in refused:
         with pytest.raises(InvalidParameters, match=name):
-            SamplingParams(**{name: value})
+            made(value)
 
 
 @EVERY
