@@ -79,6 +79,7 @@ def test_bounds_belong_to_the_range(
     name: str, taken: tuple[Any, ...], refused: tuple[Any, ...]
 ) -> None:
     """Of numpy's numbers, too: in float32 the largest number below 1 of a float is 1."""
+
     def made(value: Any) -> SamplingParams:
         given: dict[str, Any] = {name: value}
         return SamplingParams(**given)
