@@ -218,14 +218,14 @@ def put_features(
 
 
 def put_rows(
-    embeds: mx.array, places: np.ndarray, features: mx.array, noun: str
+    embeds: mx.array, positions: np.ndarray, features: mx.array, noun: str
 ) -> mx.array:
-    if len(places) != len(features):
+    if len(positions) != len(features):
         raise InvalidPrompt(
-            f"the {noun} need {len(features)} placeholder tokens; the prompt has {len(places)}"
+            f"the {noun} need {len(features)} placeholder tokens; the prompt has {len(positions)}"
         )
     filled = mx.array(embeds)
-    filled[:, mx.array(places)] = features.astype(embeds.dtype)[None]
+    filled[:, mx.array(positions)] = features.astype(embeds.dtype)[None]
     return filled
 
 
