@@ -24,7 +24,7 @@ STEP = 256
 
 
 class PartForm(NamedTuple):
-    """What a slab of a part is made by."""
+    """The form of a slab of a part."""
 
     heads: int
     width: int

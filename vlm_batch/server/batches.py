@@ -64,7 +64,7 @@ class DescribedBatch(Described):
 
 
 class BatchRecord(Record):
-    """What a later process goes on with."""
+    """Facts that a later process goes on with."""
 
     client: int
     shown: DescribedBatch
