@@ -45,7 +45,9 @@ from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import Placement
 from vlm_batch.caches.recurrent import RecurrentState
 from vlm_batch.engine.generator import BatchGenerator
+from vlm_batch.engine.overlap import Overlap
 from vlm_batch.engine.reuse import Caches, Reuse
+from vlm_batch.engine.row import Prompt, new_row
 from vlm_batch.engine.shapes import chunk_end
 from vlm_batch.records import PromptKey
 from vlm_batch.store.budget import LITTLE, ByteBudget
@@ -780,3 +782,15 @@ def test_a_full_disk_is_no_error(
     files.put(saved([1, 2, 3], nbytes=400))
     assert len(files) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_row_that_waits_holds_nobody_who_came_and_went() -> None:
+    key = key_of("qwen2_vl", inputs_of("qwen2_vl", TEXT))
+    overlap = Overlap()
+    other = new_row("other", Prompt(), SamplingParams())
+    other.reuse.key = key
+    assert overlap.shared_with(other, key) == key.length - 1
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None

@@ -359,8 +359,33 @@ def test_options_share_the_time_of_prompts() -> None:
     assert measured(0.2, 0.1, 200).room_ahead(is_decoding=True) == 4
     fixed = Pace(Policy(prefill_budget=10, idle_budget=100))
     fixed.note_ahead(4)
-    assert fixed.room_ahead(is_decoding=True) == 6
+    assert fixed.room_ahead(is_decoding=True) == 1
     assert fixed.budget(is_decoding=True, pending=4096) == 6
+
+
+@pytest.mark.parametrize("budget", [None, 1, 2, 9])
+def test_options_leave_prompts_a_part_of_every_few_steps(budget: int | None) -> None:
+    """However many tokens they have to say: a prompt beside them is never kept waiting for all of these."""
+    pace = Pace(Policy(prefill_budget=budget, smallest_chunk=64))
+    pace.record(0.04, 0)
+    given = 0
+    for _ in range(2 * Pace.LONGEST_SAVING):
+        pace.note_ahead(pace.room_ahead(is_decoding=True))
+        given += pace.budget(is_decoding=True, pending=4096)
+        pace.record(0.2, pace.end_step())
+    assert given >= 2 * min(budget or 64, 64)
+
+
+def test_a_first_prompt_that_seems_to_take_no_time_tells_nothing() -> None:
+    pace = Pace(Policy(token_gap=0.1, idle_budget=2048))
+    pace.record(0.04, 0)
+    pace.record(0.03, 4)
+    pace.record(0.04, 0)
+    assert pace.budget(is_decoding=True, pending=4096) == Pace.FIRST_CHUNK
+    # what is measured then counts at once
+    pace.record(0.14, 200)
+    pace.record(0.04, 0)
+    assert pace.room_ahead(is_decoding=True) == pytest.approx(120, rel=0.2)
 
 
 def test_prompts_without_a_break_are_measured_too() -> None:

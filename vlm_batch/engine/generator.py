@@ -374,11 +374,11 @@ class BatchGenerator:
     ) -> None:
         """Record what the step took. Behind one without a forward it reads nothing, or what was launched meanwhile."""
         has_decoded, self._has_decoded = self._has_decoded, num_decoding > 0
+        tokens += self._pace.end_step()
         if not num_decoding:
             self.capacity.pause()
             return
         seconds = time.perf_counter() - begin - encoding
-        tokens += self._pace.end_step()
         if has_decoded:
             self.telling.patience.end(seconds)
             self._pace.record(seconds, tokens)

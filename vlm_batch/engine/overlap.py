@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from vlm_batch.engine.row import Row
 from vlm_batch.records import PromptKey
 from vlm_batch.store.prefix import NoPrefixCache
@@ -12,7 +14,8 @@ class Overlap:
     """Positions after which one row could continue others: measured once, since it is asked at each step."""
 
     def __init__(self) -> None:
-        self._with_rows: dict[Row, int] = {}
+        # while it waits, many others may come and go
+        self._with_rows: WeakKeyDictionary[Row, int] = WeakKeyDictionary()
         self._version = -1  # of the prefix cache at the last look
         self._in_cache = 0
 

@@ -26,7 +26,7 @@ class Pace:
     def __init__(self, config: Policy) -> None:
         self._config = config
         self._decode_seconds = 0.0
-        # smoothed, of runs of steps beside which prompts were computed
+        # of runs of steps beside which prompts were computed; each weighs less than the next
         self._prompt_seconds = self._prompt_tokens = 0.0
         self._saved_steps = 0
         self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
@@ -36,7 +36,7 @@ class Pace:
     @property
     def _tokens_per_second(self) -> float:
         """Measured prompt tokens; 0 if unknown. A short run, whose time is mostly chance, weighs little."""
-        if not self._prompt_seconds:
+        if self._prompt_seconds <= 0:  # none, or a few that were quick by chance
             return 0.0
         return self._prompt_tokens / self._prompt_seconds
 
@@ -62,7 +62,7 @@ class Pace:
         if not rate:
             room = self.FIRST_CHUNK
         if config.prefill_budget is not None:
-            room = config.prefill_budget
+            room = config.prefill_budget // 2  # a prompt does not wait for all options
         return max(room - self._ahead, 0)
 
     def note_ahead(self, tokens: int) -> None:
@@ -124,18 +124,15 @@ class Pace:
     def record(self, seconds: float, tokens: int) -> None:
         """Record a step. One with prompts is timed with the next, which waits for a GPU's work."""
         if not tokens and not self._run_steps:
-            self._decode_seconds = self._smooth(self._decode_seconds, seconds)
+            old = self._decode_seconds or seconds
+            self._decode_seconds = old + self.SMOOTHING * (seconds - old)
             return
         self._run_steps += 1
         self._run_seconds += seconds
         self._run_tokens += tokens
         if not tokens or self._run_steps >= self.LONGEST_RUN:
-            spent = max(
-                self._run_seconds - self._run_steps * self._decode_seconds, 1e-6
-            )
-            self._prompt_seconds = self._smooth(self._prompt_seconds, spent)
-            self._prompt_tokens = self._smooth(self._prompt_tokens, self._run_tokens)
+            spent = self._run_seconds - self._run_steps * self._decode_seconds
+            kept = 1 - self.SMOOTHING
+            self._prompt_seconds = kept * self._prompt_seconds + spent
+            self._prompt_tokens = kept * self._prompt_tokens + self._run_tokens
             self._run_steps, self._run_seconds, self._run_tokens = 0, 0.0, 0
-
-    def _smooth(self, old: float, new: float) -> float:
-        return old + self.SMOOTHING * (new - old) if old else new
