@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,6 +180,17 @@ def test_the_kernels_code_and_restore(bits: float, depth: int, dtype: mx.Dtype) 
     assert coding.farthest(build, emulated.run) < coding.TOLERANCE
     off = coding.farthest_restored(*layouts, dtype, emulated.run)
     assert off < coding.TOLERANCE
+
+
+@needs_compiler
+def test_numbers_that_are_none_are_not_right() -> None:
+    """Norms, or any of the keys and values, that a kernel does not write."""
+    layouts = TurboCache(4).layouts(64, 64)
+    build = coding.CodeBuild(*layouts, (2, 2), mx.float32)
+    assert math.isnan(coding.farthest(build, emulated.leaving(0)))
+    for output in (0, 1):
+        run = emulated.leaving(output)
+        assert math.isnan(coding.farthest_restored(*layouts, mx.float32, run))
 
 
 @needs_compiler
