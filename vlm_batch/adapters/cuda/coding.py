@@ -53,7 +53,7 @@ _CODE = """
   turbo::load(number, vector, is_key ? keys_strides[3] : values_strides[3], lane);
   const float size = turbo::direct<DEPTH>(number, is_key ? signs : signs + DEPTH, lane);
   if (!is_there) return;
-  if (lane == 0) norms[at] = S(fminf(size, 65504.0f));
+  if (lane == 0) norms[at] = S(size > 65504.0f ? 65504.0f : size);  // NaN stays
   if (is_key) {
     const long long own = IS_STACKED ? at : (row * HEADS_K + head) * columns + column;
     turbo::write_codes<BITS_K>(number, shared, codes + own * WIDTH_K, lane);
