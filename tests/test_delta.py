@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -46,6 +47,14 @@ def test_the_kernel_is_the_rule(
     assert delta.served(rule)
     for kept in (0, 3, 9):
         assert delta.farthest(rule, emulated.run, kept) <= ROUNDING[dtype]
+
+
+@needs_compiler
+def test_numbers_that_are_none_are_not_right() -> None:
+    """Answers, the last state or kept ones that the kernel does not write."""
+    rule = delta.example(16, 8, mx.float32, False, positions=9)
+    for output in range(3):
+        assert math.isnan(delta.farthest(rule, emulated.leaving(output), 3))
 
 
 @needs_compiler

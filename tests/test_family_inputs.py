@@ -288,6 +288,30 @@ def test_what_shapes_tell_is_refused_at_submit(name: str) -> None:
             adapter.check_inputs(as_numpy(_changed(name, change)))
 
 
+@pytest.mark.parametrize("change", ["shorter", "longer", "pictures", "tiles", "none"])
+def test_a_mask_of_tiles_that_does_not_fit(change: str) -> None:
+    """mllama's, for other tokens, pictures or tiles than the prompt has."""
+    adapter, given = shared_adapter("mllama"), {**inputs_of("mllama", "image:1:1")}
+    mask = given.pop("cross_attention_mask")
+    masks = {
+        "shorter": mask[:, :-1],
+        "longer": np.concatenate([mask, mask[:, :1]], axis=1),
+        "pictures": np.concatenate([mask, mask], axis=2),
+        "tiles": mask[..., :1],
+    }
+    if change in masks:
+        given["cross_attention_mask"] = masks[change]
+    with pytest.raises(InvalidPrompt, match=r"here \(1, 12, 1, 4\), and it is"):
+        adapter.check_inputs(given)
+
+
+def test_a_mask_of_tiles_without_pictures() -> None:
+    given = {**inputs_of("mllama", "text:4:9")}
+    given["cross_attention_mask"] = np.ones((1, 3, 1, 4))
+    with pytest.raises(InvalidPrompt, match=r"here none, and it is \(1, 3, 1, 4\)"):
+        shared_adapter("mllama").check_inputs(given)
+
+
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
 def test_a_tile_with_padding_is_refused(name: str) -> None:
     """transformers hides it from attention (modeling_idefics3.py, Idefics3VisionTransformer); mlx-vlm's tower does not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,6 +180,32 @@ def test_the_kernels_code_and_restore(bits: float, depth: int, dtype: mx.Dtype) 
     assert coding.farthest(build, emulated.run) < coding.TOLERANCE
     off = coding.farthest_restored(*layouts, dtype, emulated.run)
     assert off < coding.TOLERANCE
+
+
+@needs_compiler
+def test_a_norm_that_float16_does_not_hold() -> None:
+    """A larger one is the largest, and NaN stays NaN, as by operations."""
+    layouts = TurboCache(4).layouts(64, 64)
+    keys = mx.array([1e5, mx.nan, 0, 1])[None, None, :, None] * mx.ones((1, 1, 4, 64))
+    build = coding.CodeBuild(*layouts, (1, 1), mx.float32)
+    norms, _ = coding.code(build, keys, keys, emulated.run)
+    right = layouts[0].code(keys).norms
+    for head in (0, 1):
+        assert mx.array_equal(norms[:, head], right[:, 0], equal_nan=True)
+    assert right.flatten().tolist() == pytest.approx(
+        [65504.0, math.nan, 0.0, 8.0], nan_ok=True
+    )
+
+
+@needs_compiler
+def test_numbers_that_are_none_are_not_right() -> None:
+    """Norms, or any of the keys and values, that a kernel does not write."""
+    layouts = TurboCache(4).layouts(64, 64)
+    build = coding.CodeBuild(*layouts, (2, 2), mx.float32)
+    assert math.isnan(coding.farthest(build, emulated.leaving(0)))
+    for output in (0, 1):
+        run = emulated.leaving(output)
+        assert math.isnan(coding.farthest_restored(*layouts, mx.float32, run))
 
 
 @needs_compiler

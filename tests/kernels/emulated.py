@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from vlm_batch.adapters.cuda.launches import Launch
+from vlm_batch.adapters.cuda.launches import Launch, Run
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -76,6 +76,18 @@ def wrong(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
         mx.ones(shape, dtype)
         for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
     ]
+
+
+def leaving(output: int) -> Run:
+    """A device on which a kernel leaves one result unwritten."""
+
+    def found(call: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+        results = run(call, arrays)
+        left = results[output]
+        results[output] = mx.full(left.shape, UNWRITTEN, left.dtype)
+        return results
+
+    return found
 
 
 def source_of(call: Launch, dtypes: Sequence[mx.Dtype]) -> str:

@@ -50,6 +50,19 @@ class Mllama(Adapter):
         pixels = extra.get("pixel_values")  # (1, images, tiles, ...)
         return None if pixels is None else int(pixels.shape[1])
 
+    def check_placeholders(self, ids: Any, extra: Mapping[str, Any]) -> None:
+        """Check also that a mask has what each token sees of each tile."""
+        super().check_placeholders(ids, extra)
+        pixels = extra.get("pixel_values")
+        mask = extra.get("cross_attention_mask")
+        needed = None if pixels is None else (*ids.shape, *pixels.shape[1:3])
+        given = None if mask is None else tuple(mask.shape)
+        if given != needed:
+            raise InvalidPrompt(
+                "mllama takes its pictures with a cross_attention_mask (1, length, images, tiles): "
+                f"here {needed or 'none'}, and it is {given or 'none'}"
+            )
+
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
         extra = dict(extra)
         seen = extra.pop("cross_attention_mask", None)  # (1, L, images, tiles)
@@ -59,10 +72,6 @@ class Mllama(Adapter):
             found["cross_attention_states"] = found["cross_attention_states"].astype(
                 found["inputs_embeds"].dtype
             )
-            if seen is None:
-                raise InvalidPrompt(
-                    "mllama takes its pictures with a cross_attention_mask (1, length, images, tiles)"
-                )
             found |= _sight(seen)
         return found
 

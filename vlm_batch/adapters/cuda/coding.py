@@ -53,7 +53,7 @@ _CODE = """
   turbo::load(number, vector, is_key ? keys_strides[3] : values_strides[3], lane);
   const float size = turbo::direct<DEPTH>(number, is_key ? signs : signs + DEPTH, lane);
   if (!is_there) return;
-  if (lane == 0) norms[at] = S(fminf(size, 65504.0f));
+  if (lane == 0) norms[at] = S(size > 65504.0f ? 65504.0f : size);  // NaN stays
   if (is_key) {
     const long long own = IS_STACKED ? at : (row * HEADS_K + head) * columns + column;
     turbo::write_codes<BITS_K>(number, shared, codes + own * WIDTH_K, lane);
@@ -285,7 +285,7 @@ def _restores_right(keys: TurboLayout, values: TurboLayout, dtype: mx.Dtype) -> 
 def farthest(build: CodeBuild, run: Run, columns: int = 3, seed: int = 0) -> float:
     """Return how far a direction's number is at most beyond the bounds of its code, over random keys and values.
 
-    More than that where a norm is another.
+    More than that where a norm is another; NaN if any is.
     """
     random = np.random.RandomState(seed)
     depth, (heads, others) = build.keys.depth, build.heads
@@ -319,15 +319,15 @@ def farthest(build: CodeBuild, run: Run, columns: int = 3, seed: int = 0) -> flo
             float(np.maximum(low - numbers, numbers - book.bounds[code_found]).max())
         )
         off = mx.abs(own.astype(mx.float32) - right) / right
-        errors.append(float(off.max()) - OF_NORM)
-    return max(errors)
+        errors.append(float(np.array(off).max()) - OF_NORM)
+    return float(np.max(errors))
 
 
 def _beyond_rounding(found: mx.array, right: mx.array) -> float:
-    """Return the largest difference, less what ``found``'s type rounds of a number."""
+    """Return the largest difference, less what ``found``'s type rounds of a number; NaN if any is."""
     off = mx.abs(found.astype(mx.float32) - right)
     rounded = mx.abs(right) * (mx.finfo(found.dtype).eps / 2)
-    return float((off - rounded).max())
+    return float(np.array(off - rounded).max())
 
 
 def farthest_restored(
@@ -341,7 +341,8 @@ def farthest_restored(
         coded = layout.code(vectors.astype(mx.float32))
         given.append(coded.between(0, 37))
     found = restore(given[0], given[1], dtype, run)
-    return max(
+    errors = [
         _beyond_rounding(one, states.dequantized())
         for one, states in zip(found, given, strict=True)
-    )
+    ]
+    return float(np.max(errors))

@@ -208,14 +208,15 @@ def example(
 
 
 def farthest(rule: Rule, run: Run, kept: int = 0) -> float:
-    """Return the largest difference to ``plain``, where the mask hides nothing."""
+    """Return the largest difference to ``plain``, where the mask hides nothing; NaN if any is."""
     found = [np.array(one.astype(mx.float32)) for one in run_rule(rule, kept, run)]
     if rule.mask is not None:
         found[0][~np.array(rule.mask)] = 0
-    return max(
-        float(np.abs(one - other).max())
+    errors = [
+        np.abs(one - other).max()
         for one, other in zip(found, plain(rule, kept), strict=True)
-    )
+    ]
+    return float(np.max(errors))
 
 
 def plain(rule: Rule, kept: int = 0) -> list[np.ndarray]:
