@@ -39,7 +39,12 @@ MODEL_SUFFIXES = (
 SAFE = "spreadsheet_safe"
 
 #: Settings of a header that are read as more than values to compare.
-_KINDS = {MODEL_FILES: dict, "tables": dict, "prompts": list, "dpi": (int, NoneType)}
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    MODEL_FILES: (dict,),
+    "tables": (dict,),
+    "prompts": (list,),
+    "dpi": (int, NoneType),
+}
 
 #: Bytes of a compared block; most blocks of a picture or table, and of a model's file.
 BLOCK, MEDIUM_BLOCKS, MODEL_BLOCKS = 1 << 14, 16, 1024
