@@ -1382,6 +1382,8 @@ def test_bodies_that_are_none(server: Running) -> None:
     assert server.ask("POST", path, b"{").error["message"] == "the body is not JSON"
     assert server.ask("POST", path, b"\xff\xfe").status == 400
     assert server.ask("POST", path, b"[" * 60_000).status == 400
+    deep = server.ask("POST", path, b"[" * 5000 + b"]" * 5000)  # which is JSON
+    assert deep.error["message"] == "the body: it is nested too deeply"
     assert server.ask("POST", path, b"[]").status == 400
     assert (
         server.ask(

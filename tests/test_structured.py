@@ -343,6 +343,26 @@ def test_references_to_what_is_no_schema_are_refused(reference: str) -> None:
         SamplingParams(json_schema={"anyOf": [string, {"$ref": reference}]})
 
 
+def test_a_reference_to_names_removes_none_of_them() -> None:
+    """As a schema, the mapping of names would lose the property ``default``."""
+    properties = {"default": {"type": "object", "items": {"$ref": "#/properties"}}}
+    with pytest.raises(InvalidParameters, match="which is no schema but"):
+        SamplingParams(json_schema={"type": "object", "properties": properties})
+
+
+@pytest.mark.parametrize("name", ["x", "default", "a/b", "properties"])
+def test_references_to_properties_are_followed(name: str) -> None:
+    pointer = name.replace("/", "~1")
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "integer"}, "y": {"$ref": f"#/properties/{pointer}"}},
+        "required": ["y"],
+    }  # fmt: skip
+    params = SamplingParams(json_schema=schema)
+    grammar.check_form(params)
+    assert params.json_schema == schema
+
+
 @pytest.mark.parametrize("reference", ["#/properties/default", "#/$defs/const", "#"])
 def test_references_to_schemas_named_as_keywords_are_followed(reference: str) -> None:
     schema = {

@@ -153,8 +153,10 @@ def _within(keyword: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _referred(schema: Any, reference: Any) -> Any:
-    """Return the part that a reference names, or None."""
+    """Return the schema that a reference names, or None."""
     if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    if _points_to_no_schema(reference):
         return None
     found = schema
     try:

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import filelock
@@ -38,7 +39,12 @@ MODEL_SUFFIXES = (
 SAFE = "spreadsheet_safe"
 
 #: Settings of a header that are read as more than values to compare.
-_KINDS = {MODEL_FILES: dict, "tables": dict, "prompts": list, "dpi": int}
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    MODEL_FILES: (dict,),
+    "tables": (dict,),
+    "prompts": (list,),
+    "dpi": (int, NoneType),
+}
 
 #: Bytes of a compared block; most blocks of a picture or table, and of a model's file.
 BLOCK, MEDIUM_BLOCKS, MODEL_BLOCKS = 1 << 14, 16, 1024
@@ -137,9 +143,8 @@ def _checked(settings: Any) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"its settings are {shown(settings)}")
     for name, kind in _KINDS.items():
-        value = settings.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"its {name} are {shown(value)}")
+        if name in settings and not isinstance(settings[name], kind):
+            raise ValueError(f"its {name} are {shown(settings[name])}")
     return settings
 
 

@@ -133,7 +133,7 @@ def _no_json(data: bytes, error: ValueError) -> ApiError:
     if not isinstance(error, (JSONDecodeError, UnicodeDecodeError)):  # Python reads it
         with suppress(ValueError, RecursionError):
             param = _place_of_infinity(json.loads(data))
-        wrong = f"{param or wrong}: {str(error).partition(';')[0]}"
+        wrong = f"{param or 'the body'}: {str(error).partition(';')[0]}"
     return ApiError(400, wrong, param=param, code="json_invalid")
 
 
