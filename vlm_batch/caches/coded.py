@@ -24,7 +24,7 @@ STEP = 256
 
 
 class PartForm(NamedTuple):
-    """What a slab of a part is made by."""
+    """The heads, width and type of a part's slab."""
 
     heads: int
     width: int

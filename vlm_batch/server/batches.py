@@ -64,7 +64,7 @@ class DescribedBatch(Described):
 
 
 class BatchRecord(Record):
-    """What a later process goes on with."""
+    """The state of a batch from which a later process goes on."""
 
     client: int
     shown: DescribedBatch
