@@ -47,7 +47,7 @@ def _cannot(*_: Any) -> None:
 
 
 class Kernels(NamedTuple):
-    """Kernels of a device. Each returns None where there is none, and operations do it."""
+    """A device's kernels. Each returns None where it cannot, and operations do it."""
 
     #: Attends with one query a row: (queries (B, H, 1, D), keys, values, scale, mask).
     attend: Callable[..., mx.array | None] = _cannot

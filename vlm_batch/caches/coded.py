@@ -24,7 +24,7 @@ STEP = 256
 
 
 class PartForm(NamedTuple):
-    """The heads, width and type of a part's slab."""
+    """The form of a slab of a part."""
 
     heads: int
     width: int

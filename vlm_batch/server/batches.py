@@ -64,7 +64,7 @@ class DescribedBatch(Described):
 
 
 class BatchRecord(Record):
-    """The state of a batch from which a later process goes on."""
+    """Facts that a later process goes on with."""
 
     client: int
     shown: DescribedBatch

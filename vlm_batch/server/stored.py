@@ -36,7 +36,7 @@ MAX_FILES = 20_000
 
 
 class Record(BaseModel):
-    """A record of a file, beside its content, or of how far a batch is. Files of another form are left out."""
+    """Facts that lie beside a file's content, or says how far a batch is; files of another form are left out."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
