@@ -88,7 +88,7 @@ class Waiting:
     def read(self, whole: Container[str] | None = None) -> list[str]:
         """Have everything read that may be, or begun to be, if it is not among ``whole``; its names."""
         names = []
-        while (row := self.admission.next_to_prepare()) is not None:
+        while (row := self.admission.next_to_read()) is not None:
             row.prompt.loading = self._loadings[row.request_id]
             if whole is None or row.request_id in whole:
                 self.admission.note_read(row)

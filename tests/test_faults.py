@@ -753,7 +753,7 @@ def test_a_defect_of_admission_ends_what_there_is_and_the_engine_goes_on(
         raise kind("the admission is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Admission, "next_to_prepare", broken)
+        patch.setattr(Admission, "next_to_read", broken)
         late = batcher.submit(None, "count to 3")
         results = [running.result(timeout=60), late.result(timeout=60)]
     assert all("the admission is broken" in str(result.error) for result in results)

@@ -232,12 +232,12 @@ class FamilyHooks:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a position sees nothing behind its own atomic span; prompts may then be padded on the right."""
+        """Whether a position sees nothing behind its own atomic span. Prompts may then share an array, and be padded."""
         return True
 
     @property
     def graphs(self) -> Graphs:
-        """Decode steps are compiled: always, if asked, or never."""
+        """Conditions under which decode steps become graphs; a family sets an attribute (``records.Graphs``)."""
         return Graphs.UNFUSED
 
     def row_caches(self) -> list[Any]:

@@ -44,7 +44,7 @@ class KVQuantisation:
         bits: Bits per number: 2, 3, 4, 5, 6 or 8; for ``turboquant`` 2 to 8, in halves.
         group_size: Numbers that share a scale and a bias: 32, 64 or 128.
         scheme: ``uniform`` is ``mx.quantize``; ``turboquant`` uses rotations and a fixed codebook.
-        start: Tokens that stay exact until the next one.
+        start: Tokens up to which a row stays exact; with the next one all its tokens are quantised.
 
     Raises:
         ValueError: The scheme does not support the settings.

@@ -87,6 +87,72 @@ class QuantizedStates(NamedTuple):
         ]
 
 
+def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
+    """Quantise (B, H, L, D) along D."""
+    return PackedLayout(group_size, bits, array.shape[-1]).code(array)
+
+
+def _filled(array: mx.array, group_size: int) -> mx.array:
+    missing = -array.shape[-1] % group_size
+    if not missing:
+        return array
+    return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+
+
+class QuantizedCache(CodedCache):
+    """One row's quantised keys and values."""
+
+    def __init__(self, group_size: int, bits: int) -> None:
+        super().__init__()
+        self.group_size = group_size
+        self.bits = bits
+
+    def fresh(self) -> QuantizedCache:
+        return QuantizedCache(self.group_size, self.bits)
+
+    def layouts(
+        self, key_depth: int, value_depth: int
+    ) -> tuple[PackedLayout, PackedLayout]:
+        of_keys = PackedLayout(self.group_size, self.bits, key_depth)
+        return of_keys, of_keys._replace(depth=value_depth)
+
+    def slab(self, num_places: int) -> QuantizedSlabCache:
+        return QuantizedSlabCache(num_places, self.group_size, self.bits)
+
+    def saved(self, length: int) -> QuantizedState:
+        keys, values = self.state
+        return QuantizedState(
+            tuple(map(own_array, keys.parts)),
+            tuple(map(own_array, values.parts)),
+            self.group_size,
+            self.bits,
+            (keys.layout.depth, values.layout.depth),
+        )
+
+
+@filed
+@dataclass(frozen=True)
+class QuantizedState(LayerState):
+    """Packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
+
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+    group_size: int
+    bits: int
+    depths: tuple[int, int]  # head widths of keys and values
+    is_whole = True
+
+    def reaches(self, length: int) -> bool:
+        return length <= int(self.keys[0].shape[2])
+
+    def restore(self, length: int) -> QuantizedCache:
+        cache = QuantizedCache(self.group_size, self.bits)
+        of_keys, of_values = cache.layouts(*self.depths)
+        keys = of_keys.states(self.keys).between(0, length)
+        values = of_values.states(self.values).between(0, length)
+        return cache.holding(keys, values, length)
+
+
 class SlabStates(NamedTuple):
     """Heads of quantised slabs from ``first``, for a kernel that reads slabs."""
 
@@ -133,73 +199,31 @@ def unpacked(keys: SlabStates, values: SlabStates) -> tuple[mx.array, mx.array]:
     return both[:, keys.span], both[:, values.span]
 
 
-def quantize(array: mx.array, group_size: int, bits: int) -> QuantizedStates:
-    """Quantise (B, H, L, D) along D."""
-    return PackedLayout(group_size, bits, array.shape[-1]).code(array)
+class QuantizedSlabCache(CodedSlabCache):
+    """Full attention as quantised slabs: packed numbers, scales, biases.
 
+    ``few_bits`` decides if models get QuantizedStates, SlabStates or arrays.
+    """
 
-def _filled(array: mx.array, group_size: int) -> mx.array:
-    missing = -array.shape[-1] % group_size
-    if not missing:
-        return array
-    return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
-
-
-class QuantizedCache(CodedCache):
-    """One row's quantised keys and values."""
-
-    def __init__(self, group_size: int, bits: int) -> None:
-        super().__init__()
-        self.group_size = group_size
-        self.bits = bits
-
-    def fresh(self) -> QuantizedCache:
-        return QuantizedCache(self.group_size, self.bits)
-
-    def layouts(
-        self, key_depth: int, value_depth: int
-    ) -> tuple[PackedLayout, PackedLayout]:
-        of_keys, of_values = (
-            PackedLayout(self.group_size, self.bits, depth)
-            for depth in (key_depth, value_depth)
-        )
-        return of_keys, of_values
-
-    def slab(self, num_places: int) -> QuantizedSlabCache:
-        return QuantizedSlabCache(num_places, self.group_size, self.bits)
-
-    def saved(self, length: int) -> QuantizedState:
-        keys, values = self.state
-        return QuantizedState(
-            tuple(map(own_array, keys.parts)),
-            tuple(map(own_array, values.parts)),
-            self.group_size,
-            self.bits,
-            (keys.layout.depth, values.layout.depth),
+    def __init__(
+        self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED
+    ) -> None:
+        super().__init__(
+            num_places, QuantizedCache(group_size, bits), few_bits=few_bits
         )
 
-
-@filed
-@dataclass(frozen=True)
-class QuantizedState(LayerState):
-    """Packed numbers, scales and biases (1, H, L, ...) of keys and of values."""
-
-    keys: tuple[mx.array, ...]
-    values: tuple[mx.array, ...]
-    group_size: int
-    bits: int
-    depths: tuple[int, int]  # head widths of keys and values
-    is_whole = True
-
-    def reaches(self, length: int) -> bool:
-        return length <= int(self.keys[0].shape[2])
-
-    def restore(self, length: int) -> QuantizedCache:
-        cache = QuantizedCache(self.group_size, self.bits)
-        of_keys, of_values = cache.layouts(*self.depths)
-        keys = of_keys.states(self.keys).between(0, length)
-        values = of_values.states(self.values).between(0, length)
-        return cache.holding(keys, values, length)
+    @property
+    def state(self) -> Any:
+        of_keys, of_values = self._layouts
+        num_keys, num_values = self._heads
+        behind_keys = num_keys if self._num_stacked() else 0
+        keys = of_slab(self.slabs[:3], of_keys, 0, num_keys)
+        values = of_slab(self.slabs[-3:], of_values, behind_keys, num_values)
+        if self.few_bits == KERNEL:
+            return keys, values
+        if self.few_bits == UNPACKED:
+            return unpacked(keys, values)
+        return keys.cut(), values.cut()
 
 
 def attend_quantized(
@@ -261,30 +285,3 @@ def _by_group(mask: mx.array, groups: int, heads: int) -> mx.array:
     if mask.shape[1] == 1:
         return mask
     return mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
-
-
-class QuantizedSlabCache(CodedSlabCache):
-    """Full attention as quantised slabs: packed numbers, scales, biases.
-
-    ``few_bits`` decides if models get QuantizedStates, SlabStates or arrays.
-    """
-
-    def __init__(
-        self, num_places: int, group_size: int, bits: int, *, few_bits: str = PACKED
-    ) -> None:
-        super().__init__(
-            num_places, QuantizedCache(group_size, bits), few_bits=few_bits
-        )
-
-    @property
-    def state(self) -> Any:
-        of_keys, of_values = self._layouts
-        num_keys, num_values = self._heads
-        behind_keys = num_keys if self._num_stacked() else 0
-        keys = of_slab(self.slabs[:3], of_keys, 0, num_keys)
-        values = of_slab(self.slabs[-3:], of_values, behind_keys, num_values)
-        if self.few_bits == KERNEL:
-            return keys, values
-        if self.few_bits == UNPACKED:
-            return unpacked(keys, values)
-        return keys.cut(), values.cut()

@@ -1,4 +1,4 @@
-"""Reading and processing ahead: the most urgent rows, within a number and bytes."""
+"""Reading and processing ahead: the most urgent rows, within bounds on their number and bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Requests of one lane that the loaders have at a time, before one that comes. A longer queue would delay an urgent request of
 #: the same client; a shorter one would let them idle during a step. They have a thread a core, eight at most.
-WITH_LOADERS = max(8, 2 * min(8, num_cores()))
+MOST_LOADING = max(8, 2 * min(8, num_cores()))
 #: Requests with videos that are in preparation or prepared: a clip's patches can take half a gigabyte.
 VIDEOS_AHEAD = 4
 #: Bytes of a pixel while its picture is processed: decoded, and in the processor's array.
@@ -34,9 +34,9 @@ LARGE_PART = 8
 MOST_AHEAD = 4
 
 #: Stages of rows that are with the loaders.
-WITH = (Stage.READING, Stage.PROCESSING)
+LOADING = (Stage.READING, Stage.PROCESSING)
 #: Stages of rows that have their inputs and wait for a place.
-PREPARED = (Stage.PREPARED, Stage.ENCODED)
+HAVE_INPUTS = (Stage.PREPARED, Stage.ENCODED)
 
 
 class Admission:
@@ -55,7 +55,7 @@ class Admission:
     @property
     def nbytes(self) -> int:
         """Bytes read or prepared for rows not encoded yet. Thread-safe."""
-        return _num_bytes(self._ledger.tuple_at(*WITH, Stage.READ, *PREPARED))
+        return _num_bytes(self._ledger.tuple_at(*LOADING, Stage.READ, *HAVE_INPUTS))
 
     @property
     def _most_rows(self) -> int:
@@ -63,15 +63,15 @@ class Admission:
             return self._capacity.num_places
         return self._look_ahead + self._capacity.num_places
 
-    def next_to_prepare(self) -> Row | None:
+    def next_to_read(self) -> Row | None:
         """Move the next row to READING and return it."""
         heads = self._ledger.heads()
         if not heads:
             return None
-        num_ahead = self._ledger.num(Stage.READ, *PREPARED)
+        num_ahead = self._ledger.num(Stage.READ, *HAVE_INPUTS)
         if num_ahead >= MOST_AHEAD * self._most_rows:
             return None
-        begun = self._ledger.at(*WITH, Stage.READ, *PREPARED)
+        begun = self._ledger.at(*LOADING, Stage.READ, *HAVE_INPUTS)
         before: list[Row] = []
         for row in self._rows.in_line([*begun, *heads]):
             if row.stage is not Stage.INBOX:
@@ -84,10 +84,10 @@ class Admission:
     def _has_room(self, row: Row, before: Sequence[Row]) -> bool:
         """Return whether a row may be read beside the rows ``before`` it in line."""
         # rows of other lanes do not delay it, nor those of clients behind it
-        working = self._in_lane(row, *WITH)
-        if len({*working}.intersection(before)) >= WITH_LOADERS:
+        working = self._in_lane(row, *LOADING)
+        if len({*working}.intersection(before)) >= MOST_LOADING:
             return False
-        ahead = {*working, *self._ledger.at(Stage.READ, *PREPARED)}
+        ahead = {*working, *self._ledger.at(Stage.READ, *HAVE_INPUTS)}
         num_videos = sum(one.has_videos for one in ahead)
         if row.has_videos and num_videos >= VIDEOS_AHEAD:
             return False
@@ -158,7 +158,7 @@ class Admission:
     def _bytes_ahead(self, processing: Sequence[Row]) -> dict[Row, int]:
         """Return the bytes of rows that are processed now, or were and wait."""
         found = {row: self._expected(row) for row in processing}
-        for row in self._ledger.at(*PREPARED):
+        for row in self._ledger.at(*HAVE_INPUTS):
             found[row] = row.prompt.nbytes
         return found
 

@@ -220,13 +220,13 @@ class BatchGenerator:
         plan = self._planner.decode()
         self._give_way(plan)
         self.telling.begin()
-        decoded: tuple[list[Part], list[Part]] = [], []
+        at_once: list[Part] = []
+        held: list[Part] = []
         if not plan.is_still:
             before = self._draft(before)
-            decoded = self._decode()
-        free, held = decoded
+            at_once, held = self._decode()
         num_decoding = 0 if plan.is_still else len(self.rows.batch)
-        self._choose(free)
+        self._choose(at_once)
         self.telling.read(before)
         self._choose(self.telling.in_time(held))
         self._read_last()

@@ -235,7 +235,7 @@ class EngineLoop:
         self.generator.reuse.close()
 
     def _serve(self) -> bool:
-        """Handle a message, perhaps take a turn. False at the end."""
+        """Act on the next message, or without one where there is work. False at the end."""
         message: Message | None = None
         with contextlib.suppress(queue.Empty):
             message = self._next_message()
@@ -296,10 +296,10 @@ class EngineLoop:
             self.generator.cancel(row_id)
 
     def _turn(self) -> bool:
-        """Start loadings, run a step, hand out its events. False without work."""
+        """Hand rows to the loaders, run a step, hand out its events. False without work."""
         admission = self.generator.admission
-        while (row := admission.next_to_prepare()) is not None:
-            self._prepare(row)
+        while (row := admission.next_to_read()) is not None:
+            self._begin_reading(row)
         while (row := admission.next_to_process()) is not None:
             self._loaders.process(row.prompt.loading)
         if not self.generator.has_work:
@@ -326,7 +326,8 @@ class EngineLoop:
         self._forget_several(request_id)
         self._hand_out(Event(request_id, result=failed_result(request_id, error)))
 
-    def _prepare(self, row: Row) -> None:
+    def _begin_reading(self, row: Row) -> None:
+        """Hand a row to the loaders, which tell by the inbox what they have read and made."""
         question, row.prompt.question = row.prompt.question, None
         put = self._inbox.put  # loaders' threads must not hold the engine
         try:

@@ -1,4 +1,4 @@
-"""A row: the state of one request inside the engine."""
+"""A row: the state of one answer inside the engine. A request with several answers has several."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 class Stage(str, Enum):  # strings hash fast
     """Where a row is, in the order of its life. ``Ledger.move`` alone sets it."""
 
-    INBOX = "inbox"
-    READING = "reading"  # with the loaders
+    INBOX = "inbox"  # no loader has it yet
+    READING = "reading"  # a loader reads its media
     READ = "read"  # waits for room
-    PROCESSING = "processing"  # with the loaders
+    PROCESSING = "processing"  # a loader runs its processor
     PREPARED = "prepared"  # has the processor's output
     ENCODED = "encoded"  # has embeddings
     PREFILL = "prefill"  # has a place
@@ -95,7 +95,7 @@ NO_LOADING: Any = NoLoading()
 class Prompt:
     """A row's prompt, until its keys and values hold it. Each field is set until the next replaces it."""
 
-    question: Any = None  # until it is read
+    question: Any = None  # until a loader has it
     loading: Loading = NO_LOADING
     inputs: Mapping[str, Any] = field(default_factory=dict)  # a processor's output
     encoded: Encoded | None = None
@@ -251,6 +251,8 @@ class RowReuse:
 
 @dataclass(eq=False)
 class Row:
+    """All state of one answer to a request, or of one path to options that are scored."""
+
     request_id: str
     params: SamplingParams
     seed: int
@@ -308,7 +310,7 @@ class Row:
 
     @property
     def is_only_read(self) -> bool:
-        """Whether it asks for no token and is prefilled: it ends once that was read."""
+        """Whether it asks for no token and is prefilled: it ends once its last chunk was waited for."""
         return not self.params.max_tokens and self.answer.ending is not None
 
     def suspect(self) -> None:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 
 class Runner:
+    """Launches encoding, prefill and decode forwards; each call returns ``Part`` or ``Failed``."""
+
     def __init__(
         self,
         adapter: Adapter,
@@ -112,7 +114,7 @@ class Runner:
         return launch(attempt([row], self._encode_row, row) for row in rows[:count])
 
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
-        """Encode first rows' pictures in one call. Returns the number of rows, 0 if none share it."""
+        """Encode the first rows' pictures in one call of the tower. Returns how many rows go on, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
         count = self._num_fitting(sizes)
         if count == 1:
@@ -124,9 +126,8 @@ class Runner:
             found = self.adapter.encode_together(given, self._shapes.encode_call())
         except Exception:
             return 0  # each row is encoded alone, for an error of its own
-        last = 0  # row whose pictures were encoded
-        # the first row after it that needs a tower of its own is another call's
-        reach = count
+        last = 0  # the last row whose pictures the call had
+        reach = count  # the first row that it left out is another call's
         for at in range(1, count):
             if found[at] is not given[at]:
                 last = at

@@ -116,7 +116,7 @@ class Telling:
             row = part.rows[0]
             ending = row.answer.ending
             if ending is not None and row.is_only_read:
-                self._retry.attempt(row, self._end_held, row, ending)
+                self._retry.attempt(row, self._end_without_token, row, ending)
             # the next chunk is written into what they are cut out of, if nobody holds them
             part.arrays.clear()
 
@@ -129,7 +129,7 @@ class Telling:
         for part in parts:
             self._retry.attempt(part.rows[0], mx.eval, part.arrays)
 
-    def _end_held(self, row: Row, ending: Ending) -> None:
+    def _end_without_token(self, row: Row, ending: Ending) -> None:
         """End a row that asks for no token. Raises FloatingPointError."""
         scores = row.answer.prompt_scores
         if scores is not None and scores.has_nan():

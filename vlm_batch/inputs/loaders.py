@@ -172,9 +172,9 @@ class Loaders:
     def start(
         self, question: Question, when_read: Callable[[], None] | None = None
     ) -> Loading:
-        """Start to read a question.
+        """Start to read a question. Once that is done, ``when_read`` is called; without it, the question is processed.
 
-        The thread that reads the last medium calls ``when_read``, if given, instead of processing.
+        A question with nothing to read is read at once (``Loading.is_read``), and ``when_read`` is not called.
         """
         loading = Loading(question, when_read)
         self._open.add(loading)
@@ -194,6 +194,17 @@ class Loaders:
         if not unread and when_read is None:
             self.process(loading)
         return loading
+
+    def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
+        """Store a medium. After the last one the question is processed, or ``when_read`` called."""
+        # also of what comes next: a future's callback tells nobody
+        with loading.ending_with_error():
+            if not loading.put(at, reading.result()):
+                return
+            if loading.when_read is None:
+                self.process(loading)
+            else:
+                loading.when_read()
 
     def process(self, loading: Loading) -> None:
         """Start to process a question that was read, once its form is compiled."""
@@ -247,9 +258,3 @@ class Loaders:
         end = time.monotonic() + CLOSE_SECONDS
         for pool in works:
             pool.join(max(0.0, end - time.monotonic()))
-
-    def _was_read(self, loading: Loading, at: int, reading: Future[Any]) -> None:
-        # also of what comes next: a future's callback tells nobody
-        with loading.ending_with_error():
-            if loading.put(at, reading.result()):
-                (loading.when_read or partial(self.process, loading))()

@@ -104,12 +104,13 @@ class Preparer:
         """Read media and run the processor. Raises InvalidRequest or OperationCancelled."""
         self._checker.check_size(question)
         try:
-            return self._decoded(question, cancelled)
+            return self._prepared(question, cancelled)
         finally:
             if question.has_many_pixels:
                 trim()
 
-    def _decoded(self, question: Question, cancelled: Cancelled) -> Prepared:
+    def _prepared(self, question: Question, cancelled: Cancelled) -> Prepared:
+        """Do what ``prepare`` does, but for the bounds and the memory."""
         images = self._decoded_images(question, cancelled)
         clips = self._decoded_clips(question, cancelled)
         num_frames = sum(len(clip.indices) for clip in clips)
@@ -134,17 +135,6 @@ class Preparer:
             form=None if form is None else form.copy(question.client),
             thinking=question.thinking,
             options=self._options(question, inputs),
-        )
-
-    def _options(
-        self, question: Question, inputs: Mapping[str, Any]
-    ) -> tuple[OptionTokens, ...]:
-        """Return the options' tokens behind the prompt's."""
-        if not question.options:
-            return ()
-        ids = np.array(inputs["input_ids"])[0].tolist()
-        return tokens_of_options(
-            self.processing, self._reserved, question.prompt, ids, question.options
         )
 
     def _decoded_images(
@@ -181,15 +171,6 @@ class Preparer:
         seconds = sum(sound.seconds for sound in sounds)
         check_seconds(seconds, self._limits.audio_seconds, "the request's recordings")
         return sounds
-
-    def _ids_of_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of bad words, as they are and behind a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for spelled in (word, f" {word.lstrip()}"):
-                found[self.processing.ids_of(spelled)] = None
-        found.pop((), None)
-        return tuple(found)
 
     def _sound(self, audio: Audio, cancelled: Cancelled) -> Sound:
         sound = load_audio(
@@ -237,3 +218,23 @@ class Preparer:
             if escapes not in self._rare or self._rare[escapes][0] != settings:
                 self._rare[escapes] = settings, self.processing.copy()
             yield self._rare[escapes][1]
+
+    def _ids_of_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the ids of bad words, as they are and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for spelled in (word, f" {word.lstrip()}"):
+                found[self.processing.ids_of(spelled)] = None
+        found.pop((), None)
+        return tuple(found)
+
+    def _options(
+        self, question: Question, inputs: Mapping[str, Any]
+    ) -> tuple[OptionTokens, ...]:
+        """Return the options' tokens behind the prompt's."""
+        if not question.options:
+            return ()
+        ids = np.array(inputs["input_ids"])[0].tolist()
+        return tokens_of_options(
+            self.processing, self._reserved, question.prompt, ids, question.options
+        )

@@ -1,4 +1,4 @@
-"""Aya Vision and Command A Vision: Cohere2 with mostly sliding layers."""
+"""Aya Vision and Command A Vision: Cohere2 with mostly sliding layers, whose caches mlx-vlm makes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class AyaVision(Adapter):
         return with_part(processor, "image_processor", with_pillow)
 
     def features(self, ids: mx.array, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Encode Command A Vision's pictures here: the model takes ``cached_image_features`` in place of pixels."""
         given = extra.keys() & {"pixel_values", "cached_image_features"}
         if self.config.model_type == "cohere2_vision" and given == {"pixel_values"}:
             pixels = extra["pixel_values"].transpose(0, 2, 3, 1)
