@@ -772,3 +772,16 @@ def test_a_family_that_is_not_batched_says_why(
 ) -> None:
     assert cli.main(["families", name]) == cli.USAGE
     assert why in capsys.readouterr().err
+
+
+def test_a_fault_in_a_library_says_where_the_threads_were() -> None:
+    code = """
+        import os, signal, sys
+        sys.orig_argv = ["python", "-m", "vlm_batch"]
+        import vlm_batch
+        os.kill(os.getpid(), signal.SIGSEGV)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert run.returncode < 0
+    assert "Segmentation fault" in run.stderr and "line 5 in <module>" in run.stderr

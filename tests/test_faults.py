@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -54,7 +55,12 @@ from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.generator import BatchGenerator
 from vlm_batch.engine.inbox import MESSAGES_A_TURN, NO_CLIENT, Message
 from vlm_batch.engine.loop import EngineLoop
-from vlm_batch.engine.memory import STEPS_OF_ENCODING, EncoderMemory, RowMemory
+from vlm_batch.engine.memory import (
+    PROBE,
+    STEPS_OF_ENCODING,
+    EncoderMemory,
+    RowMemory,
+)
 from vlm_batch.engine.reuse import Reuse
 from vlm_batch.engine.row import Stage
 from vlm_batch.engine.sampling import Sampled, SamplingRow, sample
@@ -1421,6 +1427,29 @@ def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) ->
     caches = adapter.make_cache(kv)
     adapter.prefill([encoded], caches, 0, encoded.length)
     assert memory.of(26) == sum(cache.nbytes for cache in caches)
+
+
+def test_a_made_up_prompt_stays_within_learned_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX looks nothing up safely: what lies behind a table is another array's memory, or a segmentation fault."""
+    adapter, look_up = shared_adapter("florence2"), nn.Embedding.__call__
+    assert adapter.max_context is not None and adapter.max_context < PROBE
+    behind: list[int] = []
+
+    def checked(table: nn.Embedding, ids: mx.array) -> mx.array:
+        last = int(mx.max(ids).item())
+        if last >= len(table.weight):
+            behind.append(last)
+        return look_up(table, ids)
+
+    monkeypatch.setattr(nn.Embedding, "__call__", checked)
+    trial = Trial(adapter, None, FreeShapes())
+    memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
+    memory.probe(trial)
+    assert memory.of(PROBE)  # it has run
+    trial.row(PROBE)
+    assert not behind
 
 
 def adapter_caches(adapter: Any, family: str) -> list[Any]:

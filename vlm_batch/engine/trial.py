@@ -50,7 +50,13 @@ class Trial:
         self.shapes = shapes
 
     def prompt(self, length: int, seed: int = 0) -> Encoded:
-        """Return a prompt of random tokens."""
+        """Return a prompt of random tokens, no longer than the context.
+
+        Learned positions are rows of a table, and MLX reads what lies behind one: another array's memory, or none.
+        """
+        context = self.adapter.max_context
+        if context is not None:
+            length = min(length, context)
         ids = np.random.RandomState(seed).randint(
             FIRST_ID, LAST_ID + 1, size=(1, length)
         )

@@ -232,7 +232,8 @@ def prefill_is_still(
 ) -> bool:
     """Return whether a joint prefill gives a prompt the same bits at every place: logits, caches, products' rows."""
     two = [trial.prompt(length, seed) for seed in (0, 1)]
-    call = Call(ends=(length,) * places, is_fixed=True, attends_apart=attends_apart)
+    ends = (two[0].length,) * places
+    call = Call(ends=ends, is_fixed=True, attends_apart=attends_apart)
     found = []
     for turn in (0, 1):
         caches = trial.adapter.make_cache(trial.kv)

@@ -5,6 +5,7 @@ Standard library only: this module runs before all others.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -46,9 +47,12 @@ def is_command() -> bool:
 def begin() -> None:
     """Open closed streams; end at once by SIGINT and SIGTERM, without a traceback; note SIGHUP for the command.
 
+    A fault in MLX or another library in C++ says where each thread was.
+
     Signals that the caller ignores (nohup) stay so.
     """
     open_closed_streams()
+    faulthandler.enable()
     BEGINNING.terminals = terminals()
     if threading.current_thread() is not threading.main_thread():
         return
