@@ -1429,6 +1429,17 @@ def test_a_rows_bytes_are_those_that_are_allocated(kv: KVQuantisation | None) ->
     assert memory.of(26) == sum(cache.nbytes for cache in caches)
 
 
+def test_a_decoder_behind_an_encoder_of_text_counts_no_less_than_is_allocated() -> None:
+    """After a prompt of 26 tokens Florence-2's layers hold one, in 256 positions."""
+    adapter = shared_adapter("florence2")
+    memory = RowMemory(2**62, lambda lengths: [(1, length) for length in lengths])
+    memory.probe(Trial(adapter, None, FreeShapes()))
+    encoded = adapter.encode(as_mlx(inputs_of("florence2", "text:5:26")))
+    caches = adapter.make_cache(None)
+    adapter.prefill([encoded], caches, 0, encoded.length)
+    assert memory.of(26) >= sum(cache.nbytes for cache in caches) > 0
+
+
 def test_a_made_up_prompt_stays_within_learned_positions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -79,9 +79,9 @@ class FullKind(UpstreamKind):
         return RowsCache()
 
     def bytes_at(self, tokens: int, seen: int) -> int:
-        return (
-            num_bytes(self.cache.state) * round_up(tokens, KVCache.step) // max(1, seen)
-        )
+        """Count by the tokens that it holds: a decoder behind an encoder of text holds fewer than a prompt has."""
+        held = max(1, self.cache.offset)
+        return num_bytes(self.cache.state) * round_up(tokens, KVCache.step) // held
 
     def full_parts(self) -> tuple[KVCache, ...]:
         return (self.cache,)
