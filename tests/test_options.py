@@ -216,19 +216,25 @@ def test_a_prompt_whose_paths_cannot_begin_counts_once(
     assert not engine.rows.ledger.asked
 
 
-def test_fixed_shapes_have_room_for_some_of_a_path() -> None:
-    """Paths take what a forward of so many positions leaves each row, not one token because all do not fit."""
-    shapes = FixedShapes(counts=(1, 2, 4, 8))
-    engine = BatchGenerator(shared_adapter("qwen2_vl"), shapes=shapes)
-    row, scoring = asking("qwen2_vl", [(token,) * 13 for token in (5, 7, 9, 11)])
+def forwards_of(engine: BatchGenerator, row: Row, scoring: Scoring) -> int:
+    """Forwards in which decoding rows take part until every option is scored."""
     engine.rows.add(row)
-    forwards = 0
+    forwards, scored = 0, None
     while engine.has_work:
         forwards += len(engine.rows.batch.groups)
         for event in engine.step():
             scored = scoring.take(event)
     assert scored is not None and scored.result is not None
     assert all(one.error is None for one in scored.result.options)
+    return forwards
+
+
+def test_fixed_shapes_have_room_for_some_of_a_path() -> None:
+    """Paths take what a forward of so many positions leaves each row, not one token because all do not fit."""
+    shapes = FixedShapes(counts=(1, 2, 4, 8))
+    engine = BatchGenerator(shared_adapter("qwen2_vl"), shapes=shapes)
+    row, scoring = asking("qwen2_vl", [(token,) * 13 for token in (5, 7, 9, 11)])
+    forwards = forwards_of(engine, row, scoring)
     # of 48 tokens two of each row at a time
     assert forwards <= 8
 
@@ -241,14 +247,7 @@ def test_fixed_slabs_take_more_than_a_token_of_a_path(num_options: int) -> None:
     engine = BatchGenerator(shared_adapter("qwen2_vl"), shapes=shapes, policy=policy)
     options = [(token,) * 14 for token in range(5, 5 + num_options)]
     row, scoring = asking("qwen2_vl", options)
-    engine.rows.add(row)
-    forwards = 0
-    while engine.has_work:
-        forwards += len(engine.rows.batch.groups)
-        for event in engine.step():
-            scored = scoring.take(event)
-    assert scored is not None and scored.result is not None
-    assert all(one.error is None for one in scored.result.options)
+    forwards = forwards_of(engine, row, scoring)
     # one row has 16 positions in a forward, and three have four each: the last 13 tokens in one forward or four
     assert forwards <= (2 if num_options == 1 else 5)
 

@@ -23,7 +23,7 @@ from vlm_batch.adapters import turning
 from vlm_batch.adapters.attention import attention
 from vlm_batch.adapters.cuda import coding
 from vlm_batch.adapters.cuda import turning as cuda
-from vlm_batch.adapters.cuda.launches import Launch
+from vlm_batch.adapters.cuda.launches import Launch, Run
 from vlm_batch.adapters.cuda.spans import MaskForm
 from vlm_batch.adapters.cuda.turning import TurnedBuild
 from vlm_batch.caches import Placement, lookups, turbo
@@ -208,15 +208,22 @@ def test_numbers_that_are_none_are_not_right() -> None:
         assert math.isnan(coding.farthest_restored(*layouts, mx.float32, run))
 
 
-@needs_compiler
-@pytest.mark.parametrize("bits", [4, 3.5])
-def test_a_step_by_kernels(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: one launch codes and two attend, and the answer is that of operations."""
+def recorded() -> tuple[list[str], Run]:
+    """An emulated device, and the names of the kernels that it has run."""
     launched: list[str] = []
 
     def run(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
         launched.append(launch.kernel.name.rpartition("_")[0])
         return emulated.run(launch, [mx.contiguous(array) for array in arrays])
+
+    return launched, run
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 3.5])
+def test_a_step_by_kernels(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: one launch codes and two attend, and the answer is that of operations."""
+    launched, run = recorded()
 
     def answer(where: Device) -> mx.array:
         monkeypatch.setattr(coding, "device", lambda: where)
@@ -251,11 +258,7 @@ def test_a_prompt_whose_kernels_code_and_restore(
     bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: a launch codes a chunk, one restores all columns, and the answer is that of operations."""
-    launched: list[str] = []
-
-    def run(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
-        launched.append(launch.kernel.name.rpartition("_")[0])
-        return emulated.run(launch, [mx.contiguous(array) for array in arrays])
+    launched, run = recorded()
 
     def answer(where: Device) -> mx.array:
         monkeypatch.setattr(coding, "device", lambda: where)

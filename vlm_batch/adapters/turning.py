@@ -23,7 +23,7 @@ from vlm_batch.adapters.masks import added
 from vlm_batch.arrays import joined
 from vlm_batch.caches import lookups
 from vlm_batch.caches.rows import RowStates
-from vlm_batch.caches.turbo import TurboLayout, TurboStates
+from vlm_batch.caches.turbo import TurboLayout, TurboStates, cannot
 from vlm_batch.runtime import exponentials
 from vlm_batch.runtime.device import Device, device
 from vlm_batch.runtime.exponentials import view
@@ -42,17 +42,13 @@ Pair: TypeAlias = tuple[TurboStates, TurboStates]
 Attend: TypeAlias = Callable[..., mx.array]
 
 
-def _cannot(*_: Any) -> None:
-    """Leave it to operations."""
-
-
 class Kernels(NamedTuple):
     """A device's kernels. Each returns None where it cannot, and operations do it."""
 
     #: Attends with one query a row: (queries (B, H, 1, D), keys, values, scale, mask).
-    attend: Callable[..., mx.array | None] = _cannot
+    attend: Callable[..., mx.array | None] = cannot
     #: Looks up keys and values (B, H, L, D) and turns them back: (keys, values, dtype).
-    restore: Callable[..., list[mx.array] | None] = _cannot
+    restore: Callable[..., list[mx.array] | None] = cannot
 
 
 OPERATIONS = Kernels()

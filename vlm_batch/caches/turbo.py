@@ -26,12 +26,12 @@ LEAST_NORM = 1e-6
 Coder = Callable[[Any, Any, mx.array, mx.array], "list[mx.array] | None"]
 
 
-def _cannot(*_: Any) -> None:
+def cannot(*_: Any) -> None:
     """Leave it to operations."""
 
 
 #: A kernel that codes, where there is one. Adapters set it.
-code_by_kernel: Coder = _cannot
+code_by_kernel: Coder = cannot
 
 
 class TurboLayout(NamedTuple):

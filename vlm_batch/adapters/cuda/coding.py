@@ -21,6 +21,7 @@ from vlm_batch.adapters.cuda.launches import (
 )
 from vlm_batch.adapters.cuda.spans import TYPES
 from vlm_batch.arrays import round_up
+from vlm_batch.caches.coded import halves
 from vlm_batch.caches.turbo import TurboLayout, TurboStates
 from vlm_batch.runtime.device import Device, device
 
@@ -190,7 +191,8 @@ def _bounds(keys: TurboLayout, values: TurboLayout) -> mx.array:
 
 
 @lru_cache(maxsize=16)
-def _books(keys: TurboLayout, values: TurboLayout) -> mx.array:
+def books(keys: TurboLayout, values: TurboLayout) -> mx.array:
+    """Return the numbers of keys' codes, and of values' behind them."""
     return mx.array(np.concatenate([keys.book.numbers, values.book.numbers]))
 
 
@@ -203,11 +205,9 @@ def code(
         Norms (B, H, L, 1) of keys and of values behind them, and their codes likewise; in two arrays where they differ.
     """
     launch = code_launch(build, keys.shape[0], keys.shape[2])
-    signs, bounds = (
-        _signs(build.keys, build.values),
-        _bounds(build.keys, build.values),
-    )
-    norms, codes, others = run(launch, [keys, values, signs, bounds])
+    layouts = (build.keys, build.values)
+    constants = [_signs(*layouts), _bounds(*layouts)]
+    norms, codes, others = run(launch, [keys, values, *constants])
     return [norms, codes] if build.is_stacked else [norms, codes, others]
 
 
@@ -217,7 +217,7 @@ def restore(
     """Return keys and values (B, H, L, D) in full."""
     layouts = (keys.layout, values.layout)
     launch = restore_launch(*layouts, keys.shape[:3], dtype)
-    constants = [_signs(*layouts), _books(*layouts)]
+    constants = [_signs(*layouts), books(*layouts)]
     return run(launch, [*keys.parts, *values.parts, *constants])
 
 
@@ -288,26 +288,16 @@ def farthest(build: CodeBuild, run: Run, columns: int = 3, seed: int = 0) -> flo
     More than that where a norm is another; NaN if any is.
     """
     random = np.random.RandomState(seed)
-    depth, (heads, others) = build.keys.depth, build.heads
-    given = [
-        mx.array(random.standard_normal((2, count, columns, depth)) * 3).astype(
-            build.dtype
-        )
-        for count in (heads, others)
-    ]
+    depth, layouts = build.keys.depth, (build.keys, build.values)
+    given: list[mx.array] = []
+    for heads in build.heads:
+        drawn = random.standard_normal((2, heads, columns, depth)) * 3
+        given.append(mx.array(drawn).astype(build.dtype))
     keys, values = given
     parts = code(build, keys, values, run)
-    norms, words = parts[0], parts[1:]
-    if build.is_stacked:
-        words = [words[0][:, :heads], words[0][:, heads:]]
+    each = halves(parts, build.keys.num_stacked(build.values), build.heads[0])
     errors: list[float] = []
-    for vectors, layout, codes, own in zip(
-        given,
-        (build.keys, build.values),
-        words,
-        (norms[:, :heads], norms[:, heads:]),
-        strict=True,
-    ):
+    for vectors, layout, (own, codes) in zip(given, layouts, each, strict=True):
         wide = vectors.astype(mx.float32)
         right = mx.linalg.norm(wide, axis=-1, keepdims=True)
         numbers = np.array(layout.rotated(wide / right))
