@@ -1025,6 +1025,7 @@ def test_lines_that_are_no_answers_of_a_batch_are_refused(
     [
         {"created": "yesterday"},
         {"created": 1e308, "timings": {"total": -1e308}},
+        {"timings": {"total": -5, "decode": -1}},
         {"created": 10**400},
         {"created": 5, "timings": {"total": 1e308, "queue": -1e308, "decode": []}},
         {"usage": {"prompt_tokens": 0, "cached_tokens": 5, "completion_tokens": "x"}},
