@@ -50,6 +50,11 @@ class TurboLayout(NamedTuple):
         """Words of 32 bits of a vector's codes."""
         return -(-self.depth * self.bits // 32)
 
+    def of_width(self, width: int) -> TurboLayout:
+        """Return the layout of codes of ``width`` words, of which the depth is not known: a multiple of eight."""
+        depth = width * 32 // self.bits
+        return self._replace(depth=depth // 8 * 8)
+
     @property
     def book(self) -> codebooks.Codebook:
         return codebooks.codebook(self.depth, self.bits)
@@ -243,8 +248,8 @@ class TurboState(LayerState):
     values: tuple[mx.array, ...]
     bits: float
     seed: int
-    #: Widths of heads of keys and values.
-    depths: tuple[int, int]
+    #: Widths of heads of keys and values; the first files have none.
+    depths: tuple[int, ...] = ()
     is_whole = True
 
     def reaches(self, length: int) -> bool:
@@ -252,14 +257,14 @@ class TurboState(LayerState):
 
     def restore(self, length: int) -> TurboCache:
         cache = TurboCache(self.bits, self.seed)
-        of_keys, of_values = cache.layouts(*self.depths)
-        keys, values = (
-            layout.states((norms[..., None], codes)).between(0, length)
-            for layout, (norms, codes) in (
-                (of_keys, self.keys),
-                (of_values, self.values),
-            )
-        )
+        held = (self.keys, self.values)
+        depths = self.depths or (0, 0)
+        states: list[TurboStates] = []
+        for layout, (norms, codes) in zip(cache.layouts(*depths), held, strict=True):
+            if not layout.depth:
+                layout = layout.of_width(codes.shape[3])
+            states.append(layout.states((norms[..., None], codes)).between(0, length))
+        keys, values = states
         restored: TurboCache = cache.holding(keys, values, length)
         return restored
 
