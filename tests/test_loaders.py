@@ -505,10 +505,18 @@ def test_the_process_ends_while_downloads_hang(site: str, ending: str) -> None:
     assert time.monotonic() - started < 40
 
 
-def test_clients_take_turns() -> None:
+def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that one client brings by the dozen wait behind each other, and not before another's."""
-    pool, order, go_on = Pool(1, "test"), list[str](), threading.Event()
-    first = pool.submit(lambda: go_on.wait(30), Cancelled(), client=1)
+    now, order, go_on = [0.0], list[str](), threading.Event()
+    pool = Pool(1, "test")
+    monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    has_begun = threading.Event()
+
+    def hold() -> bool:
+        has_begun.set()
+        return go_on.wait(30)
+
+    first = pool.submit(hold, Cancelled(), client=1)
     calls = [(f"many {at}", 1) for at in range(6)] + [
         ("one", 2),
         ("two", 2),
@@ -518,7 +526,8 @@ def test_clients_take_turns() -> None:
         pool.submit(partial(order.append, name), Cancelled(), client=client)
         for name, client in calls
     ]
-    time.sleep(0.05)  # client 1 has had more than the others will have
+    assert has_begun.wait(30)
+    now[0] = 1.0  # client 1 has had more than the others will have
     go_on.set()
     assert first.result(30)
     for call in done:
