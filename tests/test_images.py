@@ -229,6 +229,23 @@ def test_a_mapped_array_is_refused_before_it_is_copied() -> None:
         own_image(mapped, max_pixels=None)
 
 
+def test_what_pillow_decodes_in_python_is_bounded() -> None:
+    """Such pictures take a microsecond a pixel in which no other thread of Python's runs."""
+    grey = Image.new("L", (4096, 2049))
+    at_most = b"P2 4096 2048 255\n" + b"0 " * 2**23
+    files: list[bytes] = [b"P2 4096 2049 255\n", b"P5 4096 2049 100\n"]
+    for format in ("QOI", "PNG"):
+        file = BytesIO()
+        grey.convert("RGB").save(file, format)
+        files.append(file.getvalue())
+    *refused, png = files
+    for data in refused:
+        with pytest.raises(InvalidImage, match="Pillow's decoder is Python code"):
+            load_image(data)
+    assert load_image(png).size == (4096, 2049)
+    assert load_image(at_most).size == (4096, 2048)
+
+
 def test_an_icon_is_bounded_by_the_picture_within() -> None:
     """Pillow decodes it when it is opened, whatever size its header says."""
     within = png(Image.new("L", (3000, 3000)))

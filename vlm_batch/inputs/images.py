@@ -46,6 +46,9 @@ MAX_SIDE = 65_535
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "ICO", "PPM", "TGA", "PCX", "QOI", "JPEG2000", "AVIF", "HEIF"
 )  # fmt: skip
+#: Most pixels of a picture that Pillow decodes in Python (QOI, PPM of text or odd depth, BMP of run lengths), a 4K screen's:
+#: each takes about a microsecond, in which no other thread of Python's runs.
+MOST_IN_PYTHON = 2**23
 #: Pixel rows converted at a time, which bounds the memory of wide grey values and of transparency.
 _STRIP = 256
 #: First bytes of files that people mistake for pictures, and advice for each.
@@ -117,6 +120,11 @@ def load_image(
     if 0 in image.size:
         raise InvalidImage(f"{name} has no pixels ({width} x {height})")
     check_size(name, width, height, max_pixels)
+    if _is_decoded_in_python(image) and width * height > MOST_IN_PYTHON:
+        raise InvalidImage(
+            f"{name} is a {image.format} picture of {width} x {height} pixels; where Pillow's decoder is Python code, at "
+            f"most {MOST_IN_PYTHON:,} are read: save it as PNG"
+        )
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
     with refused_as(InvalidImage, f"{name} cannot be decoded", _said):
         if image is source:
@@ -145,6 +153,12 @@ def check_size(
         raise kind(
             f"{name} has {width} x {height} pixels; a side may have {MAX_SIDE:,} at most"
         )
+
+
+def _is_decoded_in_python(image: Image.Image) -> bool:
+    """Whether a picture is still to be decoded, by Python code."""
+    tiles = getattr(image, "tile", ())
+    return any(tile[0] in Image.DECODERS for tile in tiles)
 
 
 def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
