@@ -300,6 +300,7 @@ SLOW = {"type": "integer", "multipleOf": 2**31}
         '{"patternProperties": {"NAME": INNER}}',
         '{"$ref": "#/$defs/NAME", "$defs": {"NAME": INNER}}',
         '{"$ref": "#/definitions/NAME", "definitions": {"NAME": INNER}}',
+        '{"$ref": "#/components/schemas/NAME", "components": {"schemas": {"NAME": INNER}}}',
         '{"properties": {"x": {"$ref": "#/NAME/q"}}, "NAME": {"q": INNER}}',
         '{"properties": {"x": {"$ref": "#/NAME/0"}}, "NAME": [INNER]}',
         '{"$ref": "#/%64efault", "default": INNER}',
@@ -341,6 +342,16 @@ def test_references_to_what_is_no_schema_are_refused(reference: str) -> None:
         SamplingParams(json_schema=schema)
     with pytest.raises(InvalidParameters, match="which is no schema but"):
         SamplingParams(json_schema={"anyOf": [string, {"$ref": reference}]})
+
+
+def test_a_reference_into_openapis_components_is_followed() -> None:
+    """Their names are the author's, those of keywords too, and a property ``default`` stays."""
+    own = {"type": "object", "properties": {"default": {"type": "string"}}}
+    schemas = {"default": own, "enum": {"type": "string"}}
+    asked = {name: {"$ref": f"#/components/schemas/{name}"} for name in schemas}
+    schema = {"properties": asked, "components": {"schemas": schemas}}
+    form = SamplingParams(json_schema=schema).json_schema
+    assert form == schema
 
 
 def test_a_reference_to_names_removes_none_of_them() -> None:

@@ -25,6 +25,7 @@ _NO_SCHEMA = {
     "$defs": "",
     "definitions": "",
     "dependentSchemas": "",
+    "schemas": "",  # OpenAPI's components
 }
 _CONSTANTS = {"const", "enum"}
 #: Keywords that a reference may not lead to: what is there is data.
