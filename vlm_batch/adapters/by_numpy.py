@@ -26,6 +26,8 @@ from vlm_batch.runtime.exponentials import FEWEST, FLOATS, Kernel
 
 #: Scores of a block of attention: 2 MB.
 BLOCK_SCORES = 2**19
+#: Scores of attention that count as one exponential: numpy's attention begins to pay at 2**15 of them (docs/log.md).
+SCORES_AS_ONE = 8
 #: The fewest queries of a block: fewer would have the keys copied too often.
 FEWEST_QUERIES = 32
 #: Queries of a block that see different keys: of what a larger one scores, more is masked.
@@ -88,7 +90,8 @@ def _is_large(array: mx.array, size: int) -> bool:
 
 def takes_attention(queries: mx.array, keys: mx.array) -> bool:
     """Whether numpy computes the exponentials of this attention."""
-    return takes(queries, math.prod(queries.shape[:3]) * keys.shape[2])
+    num_scores = math.prod(queries.shape[:3]) * keys.shape[2]
+    return takes(queries, num_scores // SCORES_AS_ONE)
 
 
 def attend(
