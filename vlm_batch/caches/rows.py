@@ -6,7 +6,6 @@ Fastest on a CPU; on a GPU launches dominate (docs/architecture.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -89,14 +88,14 @@ def attend_rows(
         settings["sinks"] = sinks
     if mask is not None:
         keys, values = keys.apart(), values.apart()
-    outputs: list[mx.array | None] = []
+    outputs: list[mx.array] = []
     end = 0
     for own_keys, own_values, count in zip(
         keys.rows, values.rows, keys.counts, strict=True
     ):
         first, end = end, end + count
         if own_keys is None:
-            outputs.append(None)
+            outputs.append(_nothing(queries[first:end], values))
             continue
         of_row, own_mask = queries[first:end], _mask_of(mask, first)
         if count > 1:
@@ -104,17 +103,12 @@ def attend_rows(
             of_row, own_mask = of_row.swapaxes(0, 2), _causal(own_keys, count)
         found = attention(of_row, own_keys, own_values, mask=own_mask, **settings)
         outputs.append(found.swapaxes(0, 2) if count > 1 else found)
-    return joined(_filled(outputs, queries))
+    return joined(outputs)
 
 
-def _filled(outputs: Sequence[mx.array | None], queries: mx.array) -> list[mx.array]:
-    """Put zeros for empty places; values may have another width than queries."""
-    live = [output for output in outputs if output is not None]
-    if len(live) == len(outputs):
-        return live
-    like = live[0] if live else queries
-    nothing = mx.zeros_like(like[:1])
-    return [nothing if output is None else output for output in outputs]
+def _nothing(queries: mx.array, values: RowStates) -> mx.array:
+    """Return the zeros of an empty place; values may have another width than queries."""
+    return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
 
 
 def _mask_of(mask: RowMasks | mx.array | None, place: int) -> mx.array | None:
@@ -173,25 +167,11 @@ class RowsCache(LayerCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[RowStates, RowStates]:
-        coded = self._coded(keys, values)
-        if coded is not None:
-            return self._states(
-                lambda cache, place: cache.append_coded(
-                    *(states.of_row(place) for states in coded)
-                )
-            )
         return self._states(
             lambda cache, place: cache.update_and_fetch(
                 keys[place : place + 1], values[place : place + 1]
             )
         )
-
-    def _coded(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
-        """Code all rows' keys and values together, unless bits must not depend on how many they are."""
-        live = self.live
-        if self.always_masked or not live:
-            return None
-        return kind_of(live[0]).code_rows(keys, values)
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:
@@ -294,8 +274,6 @@ class DraftedRows(RowsCache):
         for cache, count, end in zip(
             self._layer.places, self._counts, ends, strict=True
         ):
-            if not count:
-                continue
             first = end - count
             own = self._append(cache, keys[first:end], values[first:end])
             pairs += own
@@ -329,8 +307,7 @@ class DraftedRows(RowsCache):
         masks: list[mx.array | None] = []
         for cache, count in zip(self._layer.places, self._counts, strict=True):
             for ahead in range(count):
-                with _further(cache, ahead):
-                    masks.append(_mask_for(cache, window_size))
+                masks.append(_mask_ahead(cache, ahead, window_size))
         return _masks(masks)
 
 
@@ -346,15 +323,15 @@ def _seen(states: Any, cache: Any, count: int) -> Iterator[Any]:
             yield states.between(begin, end)
 
 
-@contextmanager
-def _further(cache: Any, count: int) -> Iterator[None]:
-    """Count a row's first ``count`` drafted tokens as cached."""
-    if cache is None or not count:
-        yield
-        return
+def _mask_ahead(
+    cache: Any | None, ahead: int, window_size: int | None
+) -> mx.array | None:
+    """Return a row's mask for the token behind its first ``ahead`` drafted ones."""
+    if cache is None:
+        return None
     counter = kind_of(cache).counter
-    counter.offset += count
+    counter.offset += ahead
     try:
-        yield
+        return _mask_for(cache, window_size)
     finally:
-        counter.offset -= count
+        counter.offset -= ahead
