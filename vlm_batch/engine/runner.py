@@ -82,16 +82,13 @@ class Runner:
             self._look_ahead(group, scoring)
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
-        alone: set[Row] = set()
         for row in rows:
-            answer = row.answer
-            answer.num_fed = answer.num_sampled
-            if answer.waits_for_token or answer.drafter.ahead:
-                alone.add(row)
+            row.answer.num_fed = row.answer.num_sampled
         for answer in scoring:
             answer.num_fed += len(answer.ahead)
+        alone = {row for row in rows if _is_alone(row)}
         if not alone:
-            return [Part(_each_position(rows) if scoring else rows, logits)]
+            return [Part(_each_position(rows), logits)]
         mx.async_eval(logits)
         return _split(rows, logits, alone)
 
@@ -116,7 +113,8 @@ class Runner:
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode the first rows' pictures in one call of the tower. Returns how many rows go on, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
-        count = self._num_fitting(sizes)
+        fitting = itertools.takewhile(self.encoding.fits, sizes[1:])
+        count = 1 + len(list(fitting))
         if count == 1:
             return 0
         before = mx.get_active_memory()
@@ -139,15 +137,6 @@ class Runner:
             return 0
         self.encoding.begin(sizes[last], before)
         return reach
-
-    def _num_fitting(self, sizes: Sequence[int]) -> int:
-        """Return how many rows the encoder has room for, one at least. ``sizes``: bytes up to each."""
-        count = 1
-        for size in sizes[1:]:
-            if not self.encoding.fits(size):
-                break
-            count += 1
-        return count
 
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
@@ -385,6 +374,11 @@ class Runner:
         # A part does not hold a row's state, which the next token would have to copy.
         part = Part([row], logits, [logits, *kept, *scored])
         return part, [*state, *part.arrays]
+
+
+def _is_alone(row: Row) -> bool:
+    """Return whether a row's next token is chosen apart from others'."""
+    return row.answer.waits_for_token or bool(row.answer.drafter.ahead)
 
 
 def _each_position(rows: Sequence[Row]) -> list[Row]:
