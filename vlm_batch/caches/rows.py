@@ -88,14 +88,14 @@ def attend_rows(
         settings["sinks"] = sinks
     if mask is not None:
         keys, values = keys.apart(), values.apart()
-    outputs: list[mx.array] = []
+    outputs: list[mx.array | None] = []
     end = 0
     for own_keys, own_values, count in zip(
         keys.rows, values.rows, keys.counts, strict=True
     ):
         first, end = end, end + count
         if own_keys is None:
-            outputs.append(_nothing(queries[first:end], values))
+            outputs.append(None)
             continue
         of_row, own_mask = queries[first:end], _mask_of(mask, first)
         if count > 1:
@@ -103,12 +103,13 @@ def attend_rows(
             of_row, own_mask = of_row.swapaxes(0, 2), _causal(own_keys, count)
         found = attention(of_row, own_keys, own_values, mask=own_mask, **settings)
         outputs.append(found.swapaxes(0, 2) if count > 1 else found)
-    return joined(outputs)
+    return joined(_filled(outputs, queries))
 
 
-def _nothing(queries: mx.array, values: RowStates) -> mx.array:
-    """Return the zeros of an empty place; values may have another width than queries."""
-    return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
+def _filled(outputs: Sequence[mx.array | None], queries: mx.array) -> list[mx.array]:
+    """Put zeros for empty places; they may have another width than queries and values."""
+    like = next((output for output in outputs if output is not None), queries)
+    return [mx.zeros_like(like[:1]) if output is None else output for output in outputs]
 
 
 def _mask_of(mask: RowMasks | mx.array | None, place: int) -> mx.array | None:

@@ -104,8 +104,7 @@ class FreeShapes:
         cls, adapter: Adapter, kv: KVQuantisation | None, policy: Policy
     ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
-        can_pad = pads(adapter, fresh)
-        padding = policy.pad_to if can_pad else 0
+        padding = policy.pad_to if pads(adapter, fresh) else 0
         most_prompts = policy.prefill_together if shares(adapter, fresh) else 1
         short_rows = policy.short_rows if kv is None else 0
         return cls(
@@ -113,7 +112,7 @@ class FreeShapes:
             policy,
             padding=padding,
             most_prompts=most_prompts,
-            fill=_fill(adapter, fresh, policy, can_pad=can_pad),
+            fill=_fill(adapter, fresh, policy, padding),
             short_rows=short_rows,
         )
 
@@ -314,12 +313,9 @@ class FixedShapes:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
     def limited(self, policy: Policy) -> Policy:
-        changed: dict[str, Any] = {"slack": 0, "pad_to": self.pad_to}
-        if not (self.joint.tries and self.call_tokens):
-            changed["prefill_together"] = 1
-        if not (self.joint.tries and self.call_patches):
-            changed["encode_together"] = 1
-        return replace(policy, **changed)
+        shares_calls = self.joint.tries and self.call_patches
+        most = policy.encode_together if shares_calls else 1
+        return replace(policy, slack=0, pad_to=self.pad_to, encode_together=most)
 
     def key(self, key: PromptKey) -> PromptKey:
         """Return a prompt's key in which equal positions have equal bits.
@@ -525,15 +521,12 @@ def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[Laye
     return [kind_of(single).batched(layout, places) for single in caches]
 
 
-def _fill(
-    adapter: Adapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
-) -> int:
+def _fill(adapter: Adapter, fresh: Sequence[Any], policy: Policy, padding: int) -> int:
     """Return the padding positions that saving a forward is worth."""
     can_mask = _hides_what_follows(adapter) and can_fill(fresh)
     if can_mask and policy.placement == "rows":
-        return FEW_POSITIONS if can_pad else MORE_POSITIONS
-    saves = can_pad and policy.pad_to > 0
-    return policy.smallest_chunk // 2 if saves else 0
+        return FEW_POSITIONS if can_trim(fresh) else MORE_POSITIONS
+    return policy.smallest_chunk // 2 if padding else 0
 
 
 def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:
