@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
-from vlm_batch.arrays import grown, num_bytes, own_array
+from vlm_batch.arrays import grown, joined, num_bytes, own_array
 from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
 from vlm_batch.caches.layers import (
     LayerCache,
@@ -313,9 +313,9 @@ def _replaced(states: mx.array, slot: int, kept: Mapping[int, Source]) -> mx.arr
     parts = [states[place : place + 1] for place in range(states.shape[0])]
     for place, (slots, row) in kept.items():
         array = slots[slot]
-        if array is not None and place < len(parts):
+        if array is not None:
             parts[place] = array[row : row + 1]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return joined(parts)
 
 
 def _put(

@@ -82,13 +82,16 @@ class Runner:
             self._look_ahead(group, scoring)
         logits = self._decoder.logits(group, rows)
         self._drafts.note_words(logits)
+        alone: set[Row] = set()
         for row in rows:
-            row.answer.num_fed = row.answer.num_sampled
+            answer = row.answer
+            answer.num_fed = answer.num_sampled
+            if answer.waits_for_token or answer.drafter.ahead:
+                alone.add(row)
         for answer in scoring:
             answer.num_fed += len(answer.ahead)
-        alone = {row for row in rows if _is_alone(row)}
         if not alone:
-            return [Part(_each_position(rows), logits)]
+            return [Part(_each_position(rows) if scoring else rows, logits)]
         mx.async_eval(logits)
         return _split(rows, logits, alone)
 
@@ -374,11 +377,6 @@ class Runner:
         # A part does not hold a row's state, which the next token would have to copy.
         part = Part([row], logits, [logits, *kept, *scored])
         return part, [*state, *part.arrays]
-
-
-def _is_alone(row: Row) -> bool:
-    """Return whether a row's next token is chosen apart from others'."""
-    return row.answer.waits_for_token or bool(row.answer.drafter.ahead)
 
 
 def _each_position(rows: Sequence[Row]) -> list[Row]:
