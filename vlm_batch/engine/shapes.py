@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -235,10 +235,9 @@ class FreeShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         """Return an empty batch's layers for such caches."""
-        layers = _batched(caches, placement or self.layout, places)
-        for layer in layers:
-            layer.configure(partial(self.columns, least=least), self.policy.few_bits)
-        return layers
+        columns = partial(self.columns, least=least)
+        layout = placement or self.layout
+        return _batched(caches, layout, places, columns, self.policy.few_bits)
 
     def decode_call(self) -> Call:
         return Call()
@@ -261,10 +260,8 @@ class FreeShapes:
         """Return (rows, columns) of decode steps, fewest columns first."""
         counts = [1 << power for power in range(rows.bit_length())]
         step = slab.CAPACITY_STEP
-        found: list[tuple[int, int]] = []
-        for columns in range(step, max(longest, step) + 1, step):
-            found += [(count, columns) for count in counts]
-        return found
+        widths = range(step, max(longest, step) + 1, step)
+        return [(count, columns) for columns, count in product(widths, counts)]
 
 
 @dataclass(frozen=True)
@@ -456,10 +453,9 @@ class FixedShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         columns = partial(self.columns, least=least)
-        layers = _batched(caches, self.layout, places)
-        for layer in layers:
-            layer.configure(columns, self.few_bits, always_masked=True)
-        return layers
+        return _batched(
+            caches, self.layout, places, columns, self.few_bits, always_masked=True
+        )
 
     def decode_call(self) -> Call:
         return Call(is_fixed=True)
@@ -501,11 +497,9 @@ class FixedShapes:
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         counts = self.counts[: bisect_right(self.counts, self.group_size(rows))]
-        widths = map(self.columns, range(1, longest + 1, slab.CAPACITY_STEP))
-        found: list[tuple[int, int]] = []
-        for columns in sorted(set(widths)):
-            found += [(count, columns) for count in counts]
-        return found
+        tokens = range(1, longest + 1, slab.CAPACITY_STEP)
+        widths = sorted(set(map(self.columns, tokens)))
+        return [(count, columns) for columns, count in product(widths, counts)]
 
 
 def _equal_counts(counts: Sequence[int], places: int) -> list[int]:
@@ -516,9 +510,20 @@ def _equal_counts(counts: Sequence[int], places: int) -> list[int]:
 Shapes: TypeAlias = FreeShapes | FixedShapes
 
 
-def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[LayerCache]:
+def _batched(
+    caches: Sequence[Any],
+    layout: Placement,
+    places: int,
+    columns: Callable[[int], int],
+    few_bits: str,
+    *,
+    always_masked: bool = False,
+) -> list[LayerCache]:
     """Return empty layers for rows with such caches."""
-    return [kind_of(single).batched(layout, places) for single in caches]
+    layers = [kind_of(single).batched(layout, places) for single in caches]
+    for layer in layers:
+        layer.configure(columns, few_bits, always_masked=always_masked)
+    return layers
 
 
 def _fill(adapter: Adapter, fresh: Sequence[Any], policy: Policy, padding: int) -> int:
