@@ -305,8 +305,7 @@ class Runner:
         if count > 1:
             return self._take(row, 0, *self._launch([row]))
         logits = self._forward([encoded], cache, [row], begin, end, stop, call)
-        if stop > end:
-            trim(cache, stop - end)
+        trim(cache, stop - end)
         scored: list[mx.array] = []
         if scores is not None:
             scored, logits = scores.add(logits, end), logits[-1:]
