@@ -140,10 +140,8 @@ class RecurrentCache(LayerCache, ArraysCache):
     # A compiled step ----------------------------------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[Any, ...]:
-        return tuple(
-            None if states is None else (states.shape, states.dtype)
-            for states in self.cache
-        )
+        forms = _each_used(lambda states: (states.shape, states.dtype), self.cache)
+        return tuple(forms)
 
     def step_inputs(self, *, is_added: bool) -> tuple[mx.array, ...]:
         return ()
@@ -332,9 +330,9 @@ def _put(
 
 
 def _each_used(
-    change: Callable[[mx.array], mx.array], slots: Sequence[mx.array | None]
-) -> list[mx.array | None]:
-    """Change the slots that are used; None for others."""
+    change: Callable[[mx.array], Any], slots: Sequence[mx.array | None]
+) -> list[Any]:
+    """Return what ``change`` makes of the slots that are used; None for others."""
     return [None if slot is None else change(slot) for slot in slots]
 
 

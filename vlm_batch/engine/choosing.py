@@ -95,17 +95,12 @@ _Way: TypeAlias = "Callable[[Positions, Sampler], list[Flight | Failed]]"
 
 def choose(parts: Sequence[Part], sampler: Sampler) -> Iterator[Flight | Failed]:
     """Choose and launch the next tokens, those of suspected rows apart."""
-    together: list[Part] = []
-    calls = [together]
+    calls: dict[Row | None, list[Part]] = {}  # by the suspected row, if it is one's
     for part in parts:
-        if part.rows[0].is_suspect:
-            calls.append([part])
-        else:
-            together.append(part)
-    for those in filter(None, calls):
-        rows: list[Row] = []
-        for part in those:
-            rows += part.rows
+        first = part.rows[0]
+        calls.setdefault(first if first.is_suspect else None, []).append(part)
+    for those in calls.values():
+        rows = [row for part in those for row in part.rows]
         yield from attempt_each(rows, _choose, those, sampler)
 
 
@@ -183,8 +178,8 @@ def _launch(
     failed = attempt(rows, mx.async_eval, sampled.arrays(), is_shared=True)
     if failed is not None:
         return failed
-    losses = [row.losses for row in rows]
-    return Flight(tuple(rows), tuple(losses), sampled, is_repeated)
+    losses = tuple(row.losses for row in rows)
+    return Flight(tuple(rows), losses, sampled, is_repeated)
 
 
 # What a row asks for itself

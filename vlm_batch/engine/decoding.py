@@ -66,10 +66,11 @@ class Decoder:
 
     def _forward(self, step: DecodeStep) -> list[mx.array]:
         """Return logits (B, V), and hidden states (B, D) if kept."""
-        graphs, is_plain = self._compiled, self._is_plain
-        if graphs is None or not graphs.can_compile(
-            step.caches, step.extras, is_plain=is_plain
-        ):
+        graphs = self._compiled
+        if graphs is None or not step.caches[0].can_trace:
+            return self._plain(step)
+        is_plain = self._is_plain
+        if not graphs.can_compile(step.caches, step.extras, is_plain=is_plain):
             return self._plain(step)
         found: list[mx.array] = graphs(step)
         return found
