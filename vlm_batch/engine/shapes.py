@@ -430,9 +430,10 @@ class FixedShapes:
         return first_enough(self.counts, rows) if rows else 0
 
     def least_columns(self, tokens: int) -> int:
-        if self.layout is Placement.ROWS or not self.widths:
+        widest = max(self.widths, default=tokens)
+        if self.layout is Placement.ROWS or tokens <= widest:
             return 0
-        return self.columns(tokens) if tokens > self.widths[-1] else 0
+        return self.columns(tokens)
 
     def columns(self, tokens: int, least: int = 0) -> int:
         """Return the least sufficient of ``widths``, or a power of two."""
