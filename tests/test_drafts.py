@@ -32,12 +32,15 @@ from vlm_batch.caches.recurrent import After
 from vlm_batch.engine import choosing
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.constraints import NO_GUIDE
+from vlm_batch.engine.decoding import counts_ahead
 from vlm_batch.engine.drafter import COMMON_WEIGHT, Acceptance, Drafter
 from vlm_batch.engine.drafts import Drafts
 from vlm_batch.engine.earlier import EarlierText, behinds, common
+from vlm_batch.engine.paths import Options, Path
 from vlm_batch.engine.retry import Retry
 from vlm_batch.engine.row import Prompt, Row, new_row
 from vlm_batch.engine.sampling import SamplingRow
+from vlm_batch.engine.shapes import FixedShapes
 from vlm_batch.types import SamplingParams
 
 #: Families whose rows never have drafts, with layers of their own kind: pools, chunks, cross-attention, one cache of all.
@@ -605,6 +608,28 @@ def test_a_row_whose_source_failed_gets_no_other_drafter() -> None:
     drafts._give_up(row)
     drafts.give_drafter(row, prompt)
     assert not isinstance(row.answer.drafter, Drafter)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [((), [4, 4]), ((5,) * 3, [4, 4]), ((5,) * 6, [1, 7]), ((5,) * 9, None)],
+    ids=["drafts alone", "both fit", "options fit", "neither fits"],
+)
+def test_where_positions_are_too_many_drafts_give_way_first_then_options(
+    options: tuple[int, ...], wanted: list[int] | None
+) -> None:
+    """A draft of three tokens beside a path, in forwards of at most eight positions."""
+    drafting, scoring = (new_row(name, Prompt(), SamplingParams()) for name in "ab")
+    drafter = Drafter(EarlierText(b"", bytearray()), Acceptance())
+    drafter.launch((1, 2, 3))
+    drafting.answer.drafter = drafter
+    scoring.answer.path = Path(Options(), ahead=options)
+    batch = DecodeBatch(FixedShapes((1, 2, 4, 8)), 2)
+    batch.places = [drafting, scoring]
+    assert counts_ahead(batch, [drafting, scoring]) == wanted
+    ahead = len(drafting.answer.ahead), len(scoring.answer.ahead)
+    right = {0: (3, 0), 3: (3, 3), 6: (0, 6), 9: (0, 0)}
+    assert ahead == right[len(options)]
 
 
 def test_tokens_that_held_are_counted_up_to_the_first_wrong_one() -> None:

@@ -719,12 +719,12 @@ def test_prompts_fill_a_call_up_to_its_tokens() -> None:
         == 1
     )
     assert replace(exact, stops=(32,)).prompts(64) == 1, "two chunks"
-    config = Policy(prefill_together=32, encode_together=16)
-    assert (
-        exact.limited(config).prefill_together,
-        exact.limited(config).encode_together,
-    ) == (32, 1)
-    assert FixedShapes().limited(config).prefill_together == 1
+    config = Policy(encode_together=16)
+    with_pictures = replace(exact, call_patches=64)
+    assert exact.limited(config).encode_together == 1
+    assert with_pictures.limited(config).encode_together == 16
+    apart = replace(with_pictures, joint=NO_PROOF)
+    assert apart.limited(config).encode_together == 1
     assert (
         exact.settings
         != replace(exact, call_tokens=640).settings

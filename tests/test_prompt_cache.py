@@ -39,7 +39,6 @@ from vlm_batch.adapters.fingerprint import fingerprint
 from vlm_batch.arrays import as_mlx
 from vlm_batch.caches import (
     Placement,
-    RecurrentCache,
     RingSlabCache,
     RowsCache,
     SlabCache,
@@ -349,28 +348,6 @@ def test_put_and_take_are_inverses_for_every_kind(
         assert all(
             np.array_equal(a, b) for a, b in zip(found, right[place][0], strict=True)
         )
-
-
-def test_an_unfilled_slot_stays_one_beside_filled_ones() -> None:
-    """A row whose second state does not exist yet, between rows that have one; after a step it has one, too."""
-    layer = RecurrentCache()
-    layer.resize(3)
-    for place, cache in enumerate(
-        (recurrent(4, 2), recurrent(4, None), recurrent(4, 2))
-    ):
-        layer.put(place, cache)
-    assert [_nones(layer.extract(place)) for place in range(3)] == [
-        [False, False],
-        [False, True],
-        [False, False],
-    ]
-    layer.keep_places([1, 2])
-    assert [_nones(layer.extract(place)) for place in range(2)] == [
-        [False, True],
-        [False, False],
-    ]
-    layer[1] = mx.ones((2, 3, 2))
-    assert _nones(layer.extract(0)) == [False, False]
 
 
 def _nones(cache: object) -> list[bool]:

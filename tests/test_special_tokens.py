@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from vlm_batch import SamplingParams, VLMBatcher, families
 from vlm_batch.assets import default_checkpoint
-from vlm_batch.engine.text import Detokenizer
+from vlm_batch.engine.text import ShownText
 from vlm_batch.errors import InvalidParameters
 from vlm_batch.inputs.processing import Processing
 from vlm_batch.inputs.reserved import ReservedWords
@@ -141,9 +141,9 @@ def test_a_checkpoint_that_answers_in_them_shows_them(family: str, word: str) ->
         f"<|begins|>{word}red<|endoftext|>{END} 1<|im_end|>", add_special_tokens=False
     )
     assert tokenizer.convert_tokens_to_ids(word) in ids
-    detokenizer = Detokenizer(text.decoder(None))
-    pieces = [detokenizer.add(token) for token in ids]
-    assert "".join(pieces) + detokenizer.finish() == f"{word}red{END} 1"
+    shown = ShownText(text.decoder(None))
+    pieces = [shown.piece(token) for token in ids]
+    assert "".join(pieces) + shown.rest() == f"{word}red{END} 1"
     assert word in pieces
     assert text.decoder(True)(ids) == "red 1"
     assert text.decoder(False)(ids) == tokenizer.decode(ids)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vlm_batch.engine.text import Detokenizer, StopStrings
+from vlm_batch.engine.text import ShownText, StopStrings
 
 BYTES = "a é 漢字 👩‍👩‍👧 z".encode()
 
@@ -20,17 +20,17 @@ def decode_bytes(ids: Sequence[int]) -> str:
 
 
 def test_pieces_join_to_the_whole_and_are_whole_characters() -> None:
-    detokenizer = Detokenizer(decode_bytes)
-    pieces = [detokenizer.add(byte) for byte in BYTES]
-    assert "".join(pieces) + detokenizer.finish() == BYTES.decode()
+    shown = ShownText(decode_bytes)
+    pieces = [shown.piece(byte) for byte in BYTES]
+    assert "".join(pieces) + shown.rest() == BYTES.decode()
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_a_character_that_is_never_finished_comes_out_at_the_end() -> None:
-    detokenizer = Detokenizer(decode_bytes)
-    assert [detokenizer.add(byte) for byte in "漢".encode()[:2]] == ["", ""]
-    assert detokenizer.finish() == "\ufffd"
-    assert detokenizer.finish() == ""
+    shown = ShownText(decode_bytes)
+    assert [shown.piece(byte) for byte in "漢".encode()[:2]] == ["", ""]
+    assert shown.rest() == "\ufffd"
+    assert shown.rest() == ""
 
 
 def test_words_keep_their_spaces() -> None:
@@ -40,8 +40,8 @@ def test_words_keep_their_spaces() -> None:
     def decode(ids: Sequence[int]) -> str:
         return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
-    detokenizer = Detokenizer(decode)
-    assert "".join(detokenizer.add(i) for i in range(4)) == "the red circle"
+    shown = ShownText(decode)
+    assert "".join(shown.piece(i) for i in range(4)) == "the red circle"
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
@@ -52,9 +52,9 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
         longest = max(longest, len(ids))
         return "x" * len(ids)
 
-    detokenizer = Detokenizer(decode)
+    shown = ShownText(decode)
     for _ in range(1000):
-        assert detokenizer.add(1) == "x"
+        assert shown.piece(1) == "x"
     assert longest <= 3
 
 
@@ -89,10 +89,10 @@ def test_text_that_never_ends_costs_no_more_either(tokens: list[int]) -> None:
         longest = max(longest, len(ids))
         return b"".join(words[i] for i in ids).decode(errors="replace")
 
-    detokenizer, ids = Detokenizer(decode), tokens * 2000
-    text = "".join([detokenizer.add(token) for token in ids])
+    shown, ids = ShownText(decode), tokens * 2000
+    text = "".join([shown.piece(token) for token in ids])
     assert longest <= 64
-    text += detokenizer.finish()
+    text += shown.rest()
     assert text == decode(ids)
 
 

@@ -15,7 +15,7 @@ from mlx_vlm.models.cache import create_attention_mask
 from vlm_batch.arrays import num_bytes, own_array, round_up
 from vlm_batch.caches.drafted import NO_LIMIT
 from vlm_batch.caches.layers import CacheKind, LayerCache, Placement, row_of
-from vlm_batch.caches.rows import RowsCache
+from vlm_batch.caches.rows import RowsCache, RowStates
 from vlm_batch.caches.slab import SlabCache, columns_at, put_columns, widened
 from vlm_batch.policy import KERNEL, PACKED
 
@@ -178,7 +178,23 @@ class CodedCache(CacheKind):
     def batched(self, placement: Placement, num_places: int) -> LayerCache:
         if placement is Placement.SLAB:
             return self.slab(num_places)
-        return RowsCache()
+        return CodedRows()
+
+
+class CodedRows(RowsCache):
+    """Rows' caches; all rows' keys and values are coded together, unless bits must not depend on how many they are."""
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[RowStates, RowStates]:
+        if self.always_masked:
+            return super().update_and_fetch(keys, values)
+        of_keys, of_values = self.live[0].code_rows(keys, values)
+        return self._states(
+            lambda cache, place: cache.append_coded(
+                of_keys.of_row(place), of_values.of_row(place)
+            )
+        )
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 #: No limit on drafted positions.
 NO_LIMIT = 2**16
@@ -60,18 +60,17 @@ class Square:
     @classmethod
     @lru_cache(maxsize=8)
     def of(cls, counts: tuple[int, ...]) -> Square:
-        most, ends = max(counts), list(accumulate(counts))
-        there = [
-            end - count + min(at, count - 1)
-            for end, count in zip(ends, counts, strict=True)
-            for at in range(most)
-        ]
-        back = [
-            place * most + at
-            for place, count in enumerate(counts)
-            for at in range(count)
-        ]
-        return cls(counts, index_of(there, ends[-1]), index_of(back, len(there)))
+        each = np.array(counts)[:, None]
+        aheads = np.arange(max(counts))
+        begins = each.cumsum(axis=0) - each
+        # a shorter row's last position stands for those that it lacks
+        there = begins + np.minimum(aheads, each - 1)
+        back = np.flatnonzero(aheads < each)
+        return cls(
+            counts,
+            index_of(there.ravel().tolist(), sum(counts)),
+            index_of(back.tolist(), there.size),
+        )
 
     @property
     def count(self) -> int:

@@ -188,13 +188,6 @@ class CacheKind:
         """
         return NO_LIMIT if self.can_trim else 1
 
-    def code_rows(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
-        """Code (B, H, 1, D) for B caches of this kind, each of which takes its ``of_row`` by ``append_coded``.
-
-        None if each cache codes its own.
-        """
-        return None
-
     def draft(self, count: int) -> None:
         """Prepare for ``count`` positions, not all of which may be kept."""
 

@@ -95,8 +95,9 @@ class KVQuantisation:
             index for index, cache in enumerate(fresh) if kind_of(cache).full_parts()
         ]
         last = len(fresh) - 1
-        is_left = self.leaves_last and last > 1 and len(found) > 1
-        return [index for index in found if index != last or not is_left]
+        if self.leaves_last and last > 1 and len(found) > 1:
+            return [index for index in found if index != last]
+        return found
 
     @property
     def leaves_last(self) -> bool:

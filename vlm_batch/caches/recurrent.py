@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_vlm.models.cache import ArraysCache, CacheList
 
-from vlm_batch.arrays import grown, num_bytes, own_array
+from vlm_batch.arrays import grown, joined, num_bytes, own_array
 from vlm_batch.caches.drafted import NO_LIMIT, Square, index_of, rows_of
 from vlm_batch.caches.layers import (
     LayerCache,
@@ -48,8 +49,6 @@ class RecurrentCache(LayerCache, ArraysCache):
         self._kept: dict[int, Source] = {}
         super().__init__(0)
         self._num_places = 0
-        # by slot: the places with zeros for an unused one
-        self._unfilled: dict[int, set[int]] = {}
 
     @property
     def cache(self) -> list[Any]:
@@ -89,28 +88,20 @@ class RecurrentCache(LayerCache, ArraysCache):
         self._later.clear()  # a forward: what is left is of empty places
         return self.cache[slot]
 
-    def __setitem__(self, slot: int, states: Any) -> None:
-        self._fill([slot])
-        super().__setitem__(slot, states)
-
     def put(self, place: int, cache: ArraysCache) -> None:
-        """Copy a row's states (1, ...) to a place; empty slots become zeros."""
+        """Copy a row's states (1, ...) to a place; an unused slot begins with zeros, if others use it."""
         self._forget(place)
-        slots = list(self.cache) or [None] * len(cache.cache)
-        for slot, (states, row) in enumerate(zip(slots, cache.cache, strict=True)):
-            unfilled = self._unfilled.setdefault(slot, set())
-            unfilled.discard(place)
-            if row is None:
-                unfilled.add(place)
-            slots[slot] = _put(states, place, row, self._num_places)
-        self.cache = slots
+        slots = self.cache or [None] * len(cache.cache)
+        self.cache = [
+            _put(states, place, row, self._num_places)
+            for states, row in zip(slots, cache.cache, strict=True)
+        ]
 
     def extract(self, place: int) -> ArraysCache:
         cache = ArraysCache(len(self.cache))
-        for slot, states in enumerate(self.cache):
-            is_unused = place in self._unfilled.get(slot, ())
-            if states is not None and not is_unused:
-                cache.cache[slot] = mx.contiguous(states[place : place + 1])
+        cache.cache = _each_used(
+            lambda states: mx.contiguous(states[place : place + 1]), self.cache
+        )
         return cache
 
     def clear(self, place: int) -> None:
@@ -121,16 +112,11 @@ class RecurrentCache(LayerCache, ArraysCache):
         """Keep these places, in their order, copied once."""
         at = mx.array(places)
         self._change(lambda states: mx.take(states, at, axis=0))
-        kept = list(enumerate(places))
         self._later = {
             place: self._later[before]
-            for place, before in kept
+            for place, before in enumerate(places)
             if before in self._later
         }
-        for slot, unfilled in self._unfilled.items():
-            self._unfilled[slot] = {
-                place for place, before in kept if before in unfilled
-            }
         self._num_places = len(places)
 
     def resize(self, num_places: int) -> None:
@@ -154,10 +140,8 @@ class RecurrentCache(LayerCache, ArraysCache):
     # A compiled step ----------------------------------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[Any, ...]:
-        return tuple(
-            None if states is None else (states.shape, states.dtype)
-            for states in self.cache
-        )
+        forms = _each_used(lambda states: (states.shape, states.dtype), self.cache)
+        return tuple(forms)
 
     def step_inputs(self, *, is_added: bool) -> tuple[mx.array, ...]:
         return ()
@@ -178,14 +162,6 @@ class RecurrentCache(LayerCache, ArraysCache):
     def take(self, slots: Sequence[Sequence[mx.array]], count: int) -> None:
         """Take states back after a step of ``count`` tokens for every place."""
         self.cache = [next(iter(one), None) for one in slots]
-        if count:
-            used = [slot for slot, one in enumerate(slots) if one]
-            self._fill(used)
-
-    def _fill(self, slots: Iterable[int]) -> None:
-        """Note that slots have states at every place."""
-        for slot in slots:
-            self._unfilled.pop(slot, None)
 
 
 @dataclass(frozen=True)
@@ -209,29 +185,28 @@ class Steps:
     @lru_cache(maxsize=8)
     def of(cls, counts: tuple[int, ...], *, is_fixed: bool) -> Steps:
         """``is_fixed``: each step has all places, some idle."""
-        begins = [0, *accumulate(counts)]
-        last = begins[-1] - 1
-        everywhere = tuple(range(len(counts)))
+        each = np.array(counts)
+        ends = each.cumsum()
+        aheads = np.arange(max(counts))[:, None]
+        # of each position of each place (count, S)
+        rows = np.maximum(0, ends - each + np.minimum(aheads, each - 1))
+        least = max(counts) if is_fixed else 1
+        runs = aheads < np.maximum(each, least)
+        numbers = runs.cumsum().reshape(runs.shape) - 1
         steps: list[Step] = []
-        outputs: list[tuple[int, int]] = []  # (place, ahead), step after step
-        there = everywhere
-        for ahead in range(max(counts)):
-            places = everywhere
-            if ahead and not is_fixed:
-                places = tuple(place for place in places if counts[place] > ahead)
-            rows: list[int] = []
-            for place in places:
-                row = begins[place] + min(ahead, counts[place] - 1)
-                rows.append(min(max(0, row), last))
-                outputs.append((place, ahead))
-            before = [there.index(place) for place in places]
-            steps.append(Step(places, index_of(rows), index_of(before, len(there))))
+        there = np.arange(len(counts))
+        for own_rows, own_runs in zip(rows, runs, strict=True):
+            places = np.flatnonzero(own_runs)
+            before = np.searchsorted(there, places)
+            step = Step(
+                tuple(places.tolist()),
+                index_of(own_rows[places].tolist()),
+                index_of(before.tolist(), len(there)),
+            )
+            steps.append(step)
             there = places
-        at = {output: index for index, output in enumerate(outputs)}
-        order: list[int] = []
-        for place, count in enumerate(counts):
-            order += [at[place, ahead] for ahead in range(count)]
-        return cls(tuple(steps), len(order), index_of(order, len(outputs)))
+        order = numbers.T[(aheads < each).T]
+        return cls(tuple(steps), len(order), index_of(order.tolist(), runs.sum()))
 
 
 #: Most positions that a square has for each that is asked for: further ones are computed for nothing.
@@ -262,9 +237,8 @@ class DraftedRecurrent(ArraysCache):
     def square(self) -> Square | None:
         """Return how one call may run all positions, or None."""
         counts = self._counts
-        if self._layer.always_masked or min(counts) == 0:
-            return None
-        if len(counts) * max(counts) > MOST_PADDED * sum(counts):
+        is_wide = len(counts) * max(counts) > MOST_PADDED * sum(counts)
+        if self._layer.always_masked or is_wide or not all(counts):
             return None
         is_unused = [slot[0] is None for slot in self._slots]
         return None if any(is_unused) else Square.of(counts)
@@ -293,11 +267,9 @@ class DraftedRecurrent(ArraysCache):
         before = self.steps.each[number].before
         later: Any = self._later[number - 1] if number else self._layer
         lent = ArraysCache(len(self._slots))
-        for slot, after in enumerate(self._slots):
-            states = after[min(number, len(after) - 1)]
-            if states is not None:
-                lent.cache[slot] = rows_of(states, before)
-        given = list(lent.cache)
+        firsts = [after[min(number, len(after) - 1)] for after in self._slots]
+        given = _each_used(lambda states: rows_of(states, before), firsts)
+        lent.cache = list(given)
         yield lent
         for slot, (old, new) in enumerate(zip(given, lent.cache, strict=True)):
             if new is not old:  # or another module's
@@ -339,30 +311,28 @@ def _replaced(states: mx.array, slot: int, kept: Mapping[int, Source]) -> mx.arr
     parts = [states[place : place + 1] for place in range(states.shape[0])]
     for place, (slots, row) in kept.items():
         array = slots[slot]
-        if array is not None and place < len(parts):
+        if array is not None:
             parts[place] = array[row : row + 1]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return joined(parts)
 
 
 def _put(
     states: mx.array | None, place: int, row: mx.array | None, num_places: int
 ) -> mx.array | None:
     """Write a row (1, ...) to a place of states (B, ...); what is missing becomes zeros."""
-    given = row if states is None else states
-    if given is None:
+    like = row if states is None else states
+    if like is None:
         return None
+    states = _fit(like[:0] if states is None else states, num_places)
     if row is None:
-        row = mx.zeros((1, *given.shape[1:]), given.dtype)
-    if states is None:
-        states = row[:0]
-    states = _fit(states, num_places)
+        row = mx.zeros_like(states[:1])
     return mx.concatenate([states[:place], row, states[place + 1 :]])
 
 
 def _each_used(
-    change: Callable[[mx.array], mx.array], slots: Sequence[mx.array | None]
-) -> list[mx.array | None]:
-    """Change the slots that are used; None for others."""
+    change: Callable[[mx.array], Any], slots: Sequence[mx.array | None]
+) -> list[Any]:
+    """Return what ``change`` makes of the slots that are used; None for others."""
     return [None if slot is None else change(slot) for slot in slots]
 
 

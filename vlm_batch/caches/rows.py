@@ -6,7 +6,6 @@ Fastest on a CPU; on a GPU launches dominate (docs/architecture.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -108,13 +107,9 @@ def attend_rows(
 
 
 def _filled(outputs: Sequence[mx.array | None], queries: mx.array) -> list[mx.array]:
-    """Put zeros for empty places; values may have another width than queries."""
-    live = [output for output in outputs if output is not None]
-    if len(live) == len(outputs):
-        return live
-    like = live[0] if live else queries
-    nothing = mx.zeros_like(like[:1])
-    return [nothing if output is None else output for output in outputs]
+    """Put zeros for empty places; they may have another width than queries and values."""
+    like = next((output for output in outputs if output is not None), queries)
+    return [mx.zeros_like(like[:1]) if output is None else output for output in outputs]
 
 
 def _mask_of(mask: RowMasks | mx.array | None, place: int) -> mx.array | None:
@@ -173,25 +168,11 @@ class RowsCache(LayerCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[RowStates, RowStates]:
-        coded = self._coded(keys, values)
-        if coded is not None:
-            return self._states(
-                lambda cache, place: cache.append_coded(
-                    *(states.of_row(place) for states in coded)
-                )
-            )
         return self._states(
             lambda cache, place: cache.update_and_fetch(
                 keys[place : place + 1], values[place : place + 1]
             )
         )
-
-    def _coded(self, keys: mx.array, values: mx.array) -> tuple[Any, Any] | None:
-        """Code all rows' keys and values together, unless bits must not depend on how many they are."""
-        live = self.live
-        if self.always_masked or not live:
-            return None
-        return kind_of(live[0]).code_rows(keys, values)
 
     @property
     def state(self) -> tuple[RowStates, RowStates]:
@@ -294,8 +275,6 @@ class DraftedRows(RowsCache):
         for cache, count, end in zip(
             self._layer.places, self._counts, ends, strict=True
         ):
-            if not count:
-                continue
             first = end - count
             own = self._append(cache, keys[first:end], values[first:end])
             pairs += own
@@ -329,8 +308,7 @@ class DraftedRows(RowsCache):
         masks: list[mx.array | None] = []
         for cache, count in zip(self._layer.places, self._counts, strict=True):
             for ahead in range(count):
-                with _further(cache, ahead):
-                    masks.append(_mask_for(cache, window_size))
+                masks.append(_mask_ahead(cache, ahead, window_size))
         return _masks(masks)
 
 
@@ -346,15 +324,15 @@ def _seen(states: Any, cache: Any, count: int) -> Iterator[Any]:
             yield states.between(begin, end)
 
 
-@contextmanager
-def _further(cache: Any, count: int) -> Iterator[None]:
-    """Count a row's first ``count`` drafted tokens as cached."""
-    if cache is None or not count:
-        yield
-        return
+def _mask_ahead(
+    cache: Any | None, ahead: int, window_size: int | None
+) -> mx.array | None:
+    """Return a row's mask for the token behind its first ``ahead`` drafted ones."""
+    if cache is None:
+        return None
     counter = kind_of(cache).counter
-    counter.offset += count
+    counter.offset += ahead
     try:
-        yield
+        return _mask_for(cache, window_size)
     finally:
-        counter.offset -= count
+        counter.offset -= ahead

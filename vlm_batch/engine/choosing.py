@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -72,16 +72,12 @@ class Positions(NamedTuple):
         """Return some of them, in order."""
         if len(indices) == len(self.rows):
             return self
-        if not indices:
-            return Positions([], self.logits)
         rows = [self.rows[index] for index in indices]
-        return Positions(rows, self.logits[mx.array(list(indices))])
+        return Positions(rows, self.logits[mx.array(list(indices), dtype=mx.int32)])
 
     def without(self, failed: Sequence[Failed]) -> Positions:
         """Return those of rows that did not fail."""
-        wrong: list[Row] = []
-        for one in failed:
-            wrong += one.rows
+        wrong = [row for one in failed for row in one.rows]
         right = [at for at, row in enumerate(self.rows) if row not in wrong]
         return self.only(right)
 
@@ -93,43 +89,44 @@ class Positions(NamedTuple):
         return found
 
 
+#: Chooses and launches the tokens of positions of one kind.
+_Way: TypeAlias = "Callable[[Positions, Sampler], list[Flight | Failed]]"
+
+
 def choose(parts: Sequence[Part], sampler: Sampler) -> Iterator[Flight | Failed]:
     """Choose and launch the next tokens, those of suspected rows apart."""
-    together: list[Part] = []
-    calls = [together]
+    calls: dict[Row | None, list[Part]] = {}  # by the suspected row, if it is one's
     for part in parts:
-        if part.rows[0].is_suspect:
-            calls.append([part])
-        else:
-            together.append(part)
-    for those in filter(None, calls):
-        rows: list[Row] = []
-        for part in those:
-            rows += part.rows
+        first = part.rows[0]
+        calls.setdefault(first if first.is_suspect else None, []).append(part)
+    for those in calls.values():
+        rows = [row for part in those for row in part.rows]
         yield from attempt_each(rows, _choose, those, sampler)
 
 
 def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     """Choose and launch tokens together. Recomputed rows repeat theirs."""
     positions = Positions.of(parts)
-    told: list[int] = []
-    said: list[int] = []
-    new: list[int] = []
+    ways: dict[_Way, list[int]] = {}
     for index, row in enumerate(positions.rows):
-        if row.stage is not Stage.DECODE:
-            continue  # it began again
-        if row.answer.known_token is not None:
-            told.append(index)
-        elif row.answer.path is not None:
-            said.append(index)
-        else:
-            new.append(index)
+        if row.stage is Stage.DECODE:  # else it began again
+            ways.setdefault(_way_of(row), []).append(index)
     found: list[Flight | Failed] = []
-    if told:
-        found.append(_repeat(positions.only(told)))
-    if said:
-        found.append(_score(positions.only(said)))
-    positions = positions.only(new)
+    for way, indices in ways.items():
+        found += way(positions.only(indices), sampler)
+    return found
+
+
+def _way_of(row: Row) -> _Way:
+    """Return how a row's next token is chosen."""
+    if row.answer.known_token is not None:
+        return _repeat
+    return _new if row.answer.path is None else _score
+
+
+def _new(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
+    """Choose and launch tokens that nobody knows yet."""
+    found: list[Flight | Failed] = []
     for apply in (_processed, _masked):
         positions, failed = apply(positions)
         found += failed
@@ -138,18 +135,18 @@ def _choose(parts: Sequence[Part], sampler: Sampler) -> list[Flight | Failed]:
     return found
 
 
-def _repeat(positions: Positions) -> Flight | Failed:
+def _repeat(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
     """Launch the tokens that recomputed rows said before."""
     rows = positions.rows
     tokens = mx.array([row.answer.known_token for row in rows], dtype=mx.int32)
     logits = mx.take_along_axis(positions.logits, tokens[:, None], axis=-1)[:, 0]
-    return _launch(rows, Sampled(tokens, logits), is_repeated=True)
+    return [_launch(rows, Sampled(tokens, logits), is_repeated=True)]
 
 
-def _score(positions: Positions) -> Flight | Failed:
+def _score(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
     """Launch the tokens of paths, with the log-probabilities of options."""
     sampled = said_on_paths(positions.rows, positions.logits)
-    return _launch(positions.rows, sampled)
+    return [_launch(positions.rows, sampled)]
 
 
 def _sample(positions: Positions, sampler: Sampler) -> list[Flight | Failed]:
@@ -181,8 +178,8 @@ def _launch(
     failed = attempt(rows, mx.async_eval, sampled.arrays(), is_shared=True)
     if failed is not None:
         return failed
-    losses = [row.losses for row in rows]
-    return Flight(tuple(rows), tuple(losses), sampled, is_repeated)
+    losses = tuple(row.losses for row in rows)
+    return Flight(tuple(rows), losses, sampled, is_repeated)
 
 
 # What a row asks for itself
@@ -239,13 +236,10 @@ def _masks(row: Row, count: int, size: int) -> list[np.ndarray | None]:
 def _sampling_rows(rows: Sequence[Row]) -> list[SamplingRow]:
     """Return a sampling row per position. A drafting row's positions follow each other."""
     found: list[SamplingRow] = []
-    before: Row | None = None
-    ahead = 0
+    seen: dict[Row, int] = {}  # positions of each
     for row in rows:
-        ahead += 1
-        if row is not before:
-            ahead = 0
-        before = row
+        ahead = seen.get(row, 0)
+        seen[row] = ahead + 1
         answer, history = row.answer, row.answer.history
         if ahead and history is not None:
             drafted = mx.array(answer.drafter.ahead[:ahead], dtype=history.dtype)

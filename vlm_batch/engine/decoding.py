@@ -12,7 +12,7 @@ import mlx.core as mx
 from vlm_batch.arrays import joined
 from vlm_batch.engine.batch import DecodeBatch
 from vlm_batch.engine.compiled import CompiledDecode, can_leave_unfused
-from vlm_batch.engine.row import Row
+from vlm_batch.engine.row import Answer, Row
 from vlm_batch.records import Call, DecodeStep, Graphs, Hidden
 from vlm_batch.runtime.device import Device, device
 
@@ -76,17 +76,11 @@ class Decoder:
         return found
 
     def logits(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
-        """Return logits (R, V) of ``rows`` from a forward over all places. K drafted tokens add K rows."""
-        lengths: dict[Row, int] = {}
-        for row in rows:
-            if row.answer.ahead:
-                lengths[row] = len(row.answer.ahead)
-        counts = batch.counts(lengths) if lengths else None
-        if counts is not None:
-            return self._drafted(batch, rows, counts)
-        for row in lengths:
-            row.answer.drop_ahead()
-        return self._one_each(batch, rows)
+        """Return logits (R, V) of ``rows`` from a forward over all places. K tokens ahead add K rows."""
+        counts = counts_ahead(batch, rows)
+        if counts is None:
+            return self._one_each(batch, rows)
+        return self._drafted(batch, rows, counts)
 
     def _one_each(self, batch: DecodeBatch, rows: Sequence[Row]) -> mx.array:
         """Run a forward with one position of each place."""
@@ -163,6 +157,27 @@ class Decoder:
         return logits[mx.array(wanted)]
 
 
+def counts_ahead(batch: DecodeBatch, rows: Sequence[Row]) -> list[int] | None:
+    """Return each place's positions for what rows have ahead; None if each has one.
+
+    Where they are more than a forward has, drafts give way first, then options.
+    """
+    for give_way in (_drop_draft, Answer.drop_ahead):
+        lengths = {row: len(row.answer.ahead) for row in rows if row.answer.ahead}
+        if not lengths:
+            return None  # as mostly
+        counts = batch.counts(lengths)
+        if counts is not None:
+            return counts
+        for row in lengths:
+            give_way(row.answer)
+    return None
+
+
+def _drop_draft(answer: Answer) -> None:
+    answer.drafter.drop()
+
+
 def _decode(
     adapter: Adapter, call: Call, keeps_hidden: bool, step: DecodeStep
 ) -> list[mx.array]:
@@ -189,15 +204,13 @@ def last_tokens(places: Sequence[Row | None]) -> mx.array:
     arrays: list[mx.array] = []
     begins: dict[int, int] = {}  # of each array among all tokens, by identity
     wanted: list[int] = []
-    last, begin, size = None, 0, 0
+    size = 0
     for row in places:
         if row is None:
             wanted.append(-1)
             continue
         tokens, at = row.answer.drawn
-        if tokens is not last:
-            last = tokens
-            begin = begins.setdefault(id(tokens), size)
+        begin = begins.setdefault(id(tokens), size)
         if begin == size:
             arrays.append(tokens)
             size += tokens.size

@@ -75,18 +75,15 @@ def behinds(text: bytearray, tail: bytes, most: int) -> Iterator[tuple[int, ...]
         return
     at = text.rfind(tail, 0, len(text) - 1)
     while at >= 0:
-        is_token = at % WIDTH == 0
         end = at + len(tail)
-        if is_token and end < len(text):
+        if at % WIDTH == 0:  # else it begins within a token
             found = array("i", bytes(text[end : end + most * WIDTH]))
             yield tuple((found * -(-most // len(found)))[:most])
         at = text.rfind(tail, 0, end - 1)
 
 
 def common(texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return what all texts begin with."""
-    if not texts:
-        return ()
+    """Return what all texts begin with; nothing if there are none."""
     together = takewhile(
         lambda tokens: len(set(tokens)) == 1, zip(*texts, strict=False)
     )

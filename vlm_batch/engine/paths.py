@@ -78,8 +78,9 @@ class Path:
 
     def asked(self, at: int) -> list[int]:
         """Return the tokens to score behind ``at`` of its tokens."""
-        longer = [option for option in self.options.values() if len(option) > at]
-        return list(dict.fromkeys(option[at] for option in longer))
+        options = self.options.values()
+        asked = (option[at] for option in options if len(option) > at)
+        return list(dict.fromkeys(asked))
 
     def next(self, at: int) -> int:
         """Return the token that the row says behind ``at`` others. The last is any option's: no forward follows."""

@@ -150,13 +150,10 @@ class Reuse:
             text_ids: gives the prompt's ids; None if they are known only once media are read.
         """
         cache = request.cache
-        if cache is None:
-            if request.return_cache:
-                self._check_family(request.params)
-            return
-        self._check_family(request.params)
-        if cache.is_continued:
-            return  # it is refused by its claim
+        if cache is not None or request.return_cache:
+            self._check_family(request.params)
+        if cache is None or cache.is_continued:
+            return  # its claim refuses one that is continued
         self.identity.check(cache.identity)
         saved = cache.peek()
         ids = text_ids()
@@ -213,10 +210,7 @@ class Reuse:
             return False
         if not self._may_share(row):
             return True
-        try:
-            key = self._key(row)
-        except Exception:  # raised again when it is encoded
-            return False
+        key = self._key_or_none(row)
         return key is None or self._cached(key) is None
 
     def _may_share(self, row: Row) -> bool:
@@ -325,9 +319,8 @@ class Reuse:
         """Return whether a prefilled row's caches are kept at its end."""
         if row.reuse.key is None or row.answer.path is not None:
             return False
-        if row.terms.returns_cache:
-            return True
-        return self.prefix.keeps and self.shapes.goes_on_anywhere
+        are_kept = self.prefix.keeps and self.shapes.goes_on_anywhere
+        return row.terms.returns_cache or are_kept
 
     def end(self, row: Row) -> PromptCache | None:
         """Save a departed row's caches. Returns its prompt cache if its user wants it."""

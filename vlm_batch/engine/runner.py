@@ -116,7 +116,8 @@ class Runner:
     def _encode_pictures(self, rows: Sequence[Row]) -> int:
         """Encode the first rows' pictures in one call of the tower. Returns how many rows go on, 0 if none share it."""
         sizes = list(itertools.accumulate(map(picture_bytes, rows)))
-        count = self._num_fitting(sizes)
+        fitting = itertools.takewhile(self.encoding.fits, sizes[1:])
+        count = 1 + len(list(fitting))
         if count == 1:
             return 0
         before = mx.get_active_memory()
@@ -139,15 +140,6 @@ class Runner:
             return 0
         self.encoding.begin(sizes[last], before)
         return reach
-
-    def _num_fitting(self, sizes: Sequence[int]) -> int:
-        """Return how many rows the encoder has room for, one at least. ``sizes``: bytes up to each."""
-        count = 1
-        for size in sizes[1:]:
-            if not self.encoding.fits(size):
-                break
-            count += 1
-        return count
 
     def _encode_row(self, row: Row) -> Made:
         """Encode a row. Raises PromptTooLong, DoesNotFit, and the family's errors."""
@@ -313,8 +305,7 @@ class Runner:
         if count > 1:
             return self._take(row, 0, *self._launch([row]))
         logits = self._forward([encoded], cache, [row], begin, end, stop, call)
-        if stop > end:
-            trim(cache, stop - end)
+        trim(cache, stop - end)
         scored: list[mx.array] = []
         if scores is not None:
             scored, logits = scores.add(logits, end), logits[-1:]

@@ -134,14 +134,12 @@ class Sampled:
 
     tokens: mx.array  # (B,)
     # (B,) logits: not finite if the row has NaN, +inf, or only -inf
-    highest: mx.array | None = None
+    highest: mx.array
     logprobs: Logprobs | AskedLogprobs | None = None
     logprob_rows: Sequence[int] = ()
 
     def arrays(self) -> list[mx.array]:
-        found = [self.tokens]
-        if self.highest is not None:
-            found.append(self.highest)
+        found = [self.tokens, self.highest]
         if self.logprobs is not None:
             found += self.logprobs.arrays()
         return found
@@ -149,9 +147,7 @@ class Sampled:
     def read(self) -> tuple[list[int], list[float], dict[int, TokenLogprobs]]:
         """Wait for tokens, each row's highest logit, and log-probabilities by row."""
         tokens: Any = self.tokens.tolist()
-        highest: Any = [0.0] * len(tokens)
-        if self.highest is not None:
-            highest = self.highest.tolist()
+        highest: Any = self.highest.tolist()
         if self.logprobs is None:
             return tokens, highest, {}
         told = self.logprobs.read([tokens[row] for row in self.logprob_rows])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -104,8 +104,7 @@ class FreeShapes:
         cls, adapter: Adapter, kv: KVQuantisation | None, policy: Policy
     ) -> FreeShapes:
         fresh = adapter.make_cache(kv)
-        can_pad = pads(adapter, fresh)
-        padding = policy.pad_to if can_pad else 0
+        padding = policy.pad_to if pads(adapter, fresh) else 0
         most_prompts = policy.prefill_together if shares(adapter, fresh) else 1
         short_rows = policy.short_rows if kv is None else 0
         return cls(
@@ -113,7 +112,7 @@ class FreeShapes:
             policy,
             padding=padding,
             most_prompts=most_prompts,
-            fill=_fill(adapter, fresh, policy, can_pad=can_pad),
+            fill=_fill(adapter, fresh, policy, padding),
             short_rows=short_rows,
         )
 
@@ -236,10 +235,9 @@ class FreeShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         """Return an empty batch's layers for such caches."""
-        layers = _batched(caches, placement or self.layout, places)
-        for layer in layers:
-            layer.configure(partial(self.columns, least=least), self.policy.few_bits)
-        return layers
+        columns = partial(self.columns, least=least)
+        layout = placement or self.layout
+        return _batched(caches, layout, places, columns, self.policy.few_bits)
 
     def decode_call(self) -> Call:
         return Call()
@@ -262,10 +260,8 @@ class FreeShapes:
         """Return (rows, columns) of decode steps, fewest columns first."""
         counts = [1 << power for power in range(rows.bit_length())]
         step = slab.CAPACITY_STEP
-        found: list[tuple[int, int]] = []
-        for columns in range(step, max(longest, step) + 1, step):
-            found += [(count, columns) for count in counts]
-        return found
+        widths = range(step, max(longest, step) + 1, step)
+        return [(count, columns) for columns, count in product(widths, counts)]
 
 
 @dataclass(frozen=True)
@@ -314,12 +310,9 @@ class FixedShapes:
         return adapter.with_products(dict(self.products)) if self.products else adapter
 
     def limited(self, policy: Policy) -> Policy:
-        changed: dict[str, Any] = {"slack": 0, "pad_to": self.pad_to}
-        if not (self.joint.tries and self.call_tokens):
-            changed["prefill_together"] = 1
-        if not (self.joint.tries and self.call_patches):
-            changed["encode_together"] = 1
-        return replace(policy, **changed)
+        shares_calls = self.joint.tries and self.call_patches
+        most = policy.encode_together if shares_calls else 1
+        return replace(policy, slack=0, pad_to=self.pad_to, encode_together=most)
 
     def key(self, key: PromptKey) -> PromptKey:
         """Return a prompt's key in which equal positions have equal bits.
@@ -437,9 +430,10 @@ class FixedShapes:
         return first_enough(self.counts, rows) if rows else 0
 
     def least_columns(self, tokens: int) -> int:
-        if self.layout is Placement.ROWS or not self.widths:
+        widest = max(self.widths, default=tokens)
+        if self.layout is Placement.ROWS or tokens <= widest:
             return 0
-        return self.columns(tokens) if tokens > self.widths[-1] else 0
+        return self.columns(tokens)
 
     def columns(self, tokens: int, least: int = 0) -> int:
         """Return the least sufficient of ``widths``, or a power of two."""
@@ -460,10 +454,9 @@ class FixedShapes:
         placement: Placement | None = None,
     ) -> list[LayerCache]:
         columns = partial(self.columns, least=least)
-        layers = _batched(caches, self.layout, places)
-        for layer in layers:
-            layer.configure(columns, self.few_bits, always_masked=True)
-        return layers
+        return _batched(
+            caches, self.layout, places, columns, self.few_bits, always_masked=True
+        )
 
     def decode_call(self) -> Call:
         return Call(is_fixed=True)
@@ -505,11 +498,9 @@ class FixedShapes:
 
     def steps(self, rows: int, longest: int) -> list[tuple[int, int]]:
         counts = self.counts[: bisect_right(self.counts, self.group_size(rows))]
-        widths = map(self.columns, range(1, longest + 1, slab.CAPACITY_STEP))
-        found: list[tuple[int, int]] = []
-        for columns in sorted(set(widths)):
-            found += [(count, columns) for count in counts]
-        return found
+        tokens = range(1, longest + 1, slab.CAPACITY_STEP)
+        widths = sorted(set(map(self.columns, tokens)))
+        return [(count, columns) for columns, count in product(widths, counts)]
 
 
 def _equal_counts(counts: Sequence[int], places: int) -> list[int]:
@@ -520,20 +511,28 @@ def _equal_counts(counts: Sequence[int], places: int) -> list[int]:
 Shapes: TypeAlias = FreeShapes | FixedShapes
 
 
-def _batched(caches: Sequence[Any], layout: Placement, places: int) -> list[LayerCache]:
+def _batched(
+    caches: Sequence[Any],
+    layout: Placement,
+    places: int,
+    columns: Callable[[int], int],
+    few_bits: str,
+    *,
+    always_masked: bool = False,
+) -> list[LayerCache]:
     """Return empty layers for rows with such caches."""
-    return [kind_of(single).batched(layout, places) for single in caches]
+    layers = [kind_of(single).batched(layout, places) for single in caches]
+    for layer in layers:
+        layer.configure(columns, few_bits, always_masked=always_masked)
+    return layers
 
 
-def _fill(
-    adapter: Adapter, fresh: Sequence[Any], policy: Policy, *, can_pad: bool
-) -> int:
+def _fill(adapter: Adapter, fresh: Sequence[Any], policy: Policy, padding: int) -> int:
     """Return the padding positions that saving a forward is worth."""
     can_mask = _hides_what_follows(adapter) and can_fill(fresh)
     if can_mask and policy.placement == "rows":
-        return FEW_POSITIONS if can_pad else MORE_POSITIONS
-    saves = can_pad and policy.pad_to > 0
-    return policy.smallest_chunk // 2 if saves else 0
+        return FEW_POSITIONS if can_trim(fresh) else MORE_POSITIONS
+    return policy.smallest_chunk // 2 if padding else 0
 
 
 def shares(adapter: Adapter, fresh: Sequence[Any]) -> bool:

@@ -109,9 +109,7 @@ class Telling:
 
     def _wait_for(self, parts: Sequence[Part]) -> None:
         """Wait for parts; end rows of which nothing else is asked."""
-        live = [part for part in parts if not part.rows[0].has_ended]
-        if live:
-            self._evaluate(live)
+        self._evaluate([part for part in parts if not part.rows[0].has_ended])
         for part in parts:
             row = part.rows[0]
             ending = row.answer.ending

@@ -42,48 +42,6 @@ class AnswerText:
 NO_TEXT = AnswerText()
 
 
-class Detokenizer:
-    """Incremental text of one sequence; the pieces join to ``decode`` of the whole.
-
-    It holds back pieces of a character. Each step decodes a short tail.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._context = 0  # tokens from here on are decoded again, for correct spaces
-        self._emitted = 0  # tokens before this were returned
-        self._given = 0  # characters returned, counted from ``_context``
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        text = self._decode(self._tokens[self._context :])
-        unfinished = len(text) - len(text.rstrip(UNFINISHED))
-        context = self._emitted
-        if unfinished or len(text) <= self._given:
-            if len(self._tokens) - self._emitted <= MOST_HELD:
-                return ""
-            if (
-                not self._decode([token])
-                and self._decode(self._tokens[self._context : -1]) == text
-            ):
-                del self._tokens[-1]  # a token without text; there may be thousands
-                return ""
-            context = len(self._tokens) - DECODED_AGAIN
-        held = min(unfinished, STILL_HELD)
-        piece = text[self._given : len(text) - held]
-        self._context, self._emitted = context, len(self._tokens)
-        self._given = len(self._decode(self._tokens[context:])) - held
-        return piece
-
-    def finish(self) -> str:
-        """Return the rest, unfinished characters included."""
-        text = self._decode(self._tokens[self._context :])
-        rest = text[self._given :]
-        self._given = max(self._given, len(text))
-        return rest
-
-
 #: A prefix of stop strings: the range [first, end) of the sorted strings that have it, and its length.
 _Beginning: TypeAlias = tuple[int, int, int]
 
@@ -169,12 +127,19 @@ def _character(at: int, text: str) -> str:
 
 
 class ShownText:
-    """An answer's text in whole characters, up to a stop string."""
+    """An answer's text in whole characters, up to a stop string.
+
+    The pieces join to ``decode`` of all tokens. Pieces of a character are held back.
+    """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self.text = ""
-        self._detokenizer = Detokenizer(decode)
+        self._decode = decode
         self._stops = StopStrings(stops) if stops else None
+        self._tokens: list[int] = []
+        self._context = 0  # tokens from here on are decoded again, for correct spaces
+        self._emitted = 0  # tokens before this were returned
+        self._given = 0  # characters returned, counted from ``_context``
 
     def add(
         self, token: int | None, *, is_end: bool, may_stop: bool
@@ -186,14 +151,43 @@ class ShownText:
             is_end: it is the last.
             may_stop: stop strings count.
         """
-        piece = "" if token is None else self._detokenizer.add(token)
+        piece = "" if token is None else self.piece(token)
         if is_end:
-            piece += self._detokenizer.finish()
+            piece += self.rest()
         matched: str | None = None
         if self._stops is not None:
             if may_stop:
                 piece, matched = self._stops.feed(piece)
-            if is_end and matched is None:
+            if is_end:  # behind a match nothing is held back
                 piece += self._stops.finish()
         self.text += piece
         return piece, matched
+
+    def piece(self, token: int) -> str:
+        """Return the characters that a token completes. It decodes a short tail."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens[self._context :])
+        unfinished = len(text) - len(text.rstrip(UNFINISHED))
+        context = self._emitted
+        if unfinished or len(text) <= self._given:
+            if len(self._tokens) - self._emitted <= MOST_HELD:
+                return ""
+            if (
+                not self._decode([token])
+                and self._decode(self._tokens[self._context : -1]) == text
+            ):
+                del self._tokens[-1]  # a token without text; there may be thousands
+                return ""
+            context = len(self._tokens) - DECODED_AGAIN
+        held = min(unfinished, STILL_HELD)
+        piece = text[self._given : len(text) - held]
+        self._context, self._emitted = context, len(self._tokens)
+        self._given = len(self._decode(self._tokens[context:])) - held
+        return piece
+
+    def rest(self) -> str:
+        """Return the rest, unfinished characters included."""
+        text = self._decode(self._tokens[self._context :])
+        rest = text[self._given :]
+        self._given = max(self._given, len(text))
+        return rest

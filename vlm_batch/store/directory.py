@@ -85,12 +85,12 @@ class RowFiles:
     def find(self, keys: np.ndarray, beyond: int) -> SavedRow | None:
         """Read the row with most positions shared with ``keys`` (N, 3), if over ``beyond``."""
         while True:
-            best, most = "", beyond
-            for name, _ in self._index.candidates(keys):
-                shared = common_length(self._files[name].keys, keys)
-                if shared > most:
-                    best, most = name, shared
-            if not best:
+            shared = {
+                name: common_length(self._files[name].keys, keys)
+                for name, _ in self._index.candidates(keys)
+            }
+            best = max(shared, key=lambda name: shared[name], default="")
+            if shared.get(best, 0) <= beyond:
                 return None
             try:
                 row, identity = read_row(self.directory / best, self.max_bytes)
