@@ -854,7 +854,7 @@ def test_a_row_whose_logits_are_not_finite_ends_with_an_error(
         logits = decode(step, call)
         rows = [
             row is not None and row.request_id == "bad"
-            for row in generator.rows.batch.places
+            for row in generator.rows.batch.groups[0].places
         ]
         return mx.where(mx.array(rows)[:, None], value, logits)
 
@@ -1279,7 +1279,8 @@ def test_a_long_row_that_joins_some_layers_leaves_all_of_them_as_wide(
         }
         slabs = [
             layer
-            for layer in generator.rows.batch.layers
+            for group in generator.rows.batch.groups
+            for layer in group.layers
             if type(layer) is SlabCache and layer.arrays()
         ]
         assert len({layer.capacity for layer in slabs}) <= 1

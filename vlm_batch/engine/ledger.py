@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.schedule import by_client
 
 #: Where a row may come from, by where it goes. New rows begin in the inbox, prepared, or, as further answers, ready.
 COMES_FROM: dict[Stage, frozenset[Stage]] = {
@@ -102,10 +103,7 @@ class Ledger:
             self._at_one(Stage.PREPARED),
             key=self.urgency,
         )
-        lines: dict[int, list[Row]] = {}
-        for row in itertools.chain(self._at_one(Stage.READY), others):
-            lines.setdefault(row.client, []).append(row)
-        return lines
+        return by_client(itertools.chain(self._at_one(Stage.READY), others))
 
     def placed(self) -> Counter[int]:
         """Return each client's rows with places."""

@@ -20,7 +20,7 @@ from vlm_batch.engine.memory import RowMemory, tokens
 from vlm_batch.engine.options import begin_options
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
-from vlm_batch.engine.schedule import Clients, WaitingRow, in_turn
+from vlm_batch.engine.schedule import Clients, WaitingRow, by_client, in_turn
 from vlm_batch.errors import let_go
 from vlm_batch.types import Event, FinishReason
 
@@ -120,9 +120,7 @@ class Rows:
             placed: each client's places, of rows that have theirs; None: rows wait, beside those that have places.
         """
         urgency = self.ledger.urgency
-        lines: dict[int, list[Row]] = {}
-        for row in sorted(rows, key=urgency):
-            lines.setdefault(row.client, []).append(row)
+        lines = by_client(sorted(rows, key=urgency))
         if placed is not None:
             return list(in_turn(lines, urgency, placed))
         clients = self.clients()
@@ -289,7 +287,7 @@ def waiting(row: Row, *, waits: bool = False) -> WaitingRow:
         row.priority,
         row.clock.submitted,
         tokens(row),
-        row.stage is Stage.ENCODED,
+        row.stage is Stage.PREPARED,
         row.stage is Stage.READY,
         waits,
         row.facts.length - row.prompt.prefilled,
