@@ -228,8 +228,6 @@ RESTING = replace(
         # they decode now and then; those behind all others do not
         ({"may_be_still": False}, {1}, False),
         ({"decoding": {-1}, "may_be_still": False}, {-1}, True),
-        # they have rested long
-        ({"may_rest": False}, (), False),
         # while its processor runs, they decode, or if nobody does their prompts go on
         ({"new": [NewRow("new", 2, 0, is_coming=True)]}, {1}, False),
         ({"new": [NewRow("new", 2, 0, is_coming=True)], "decoding": ()}, (), False),

@@ -122,8 +122,7 @@ class DecodeBatch:
 
     def take(self, row: Row) -> list[Any]:
         """Return a row's single-row caches. The row must leave next."""
-        if row in self._drafted:
-            self.keep(row, 1)
+        self.keep(row, 1)
         taken = self._extract(self.places.index(row))
         # the next step writes to the slab, which nobody may hold then
         mx.async_eval([cache.state for cache in taken])

@@ -88,8 +88,6 @@ class DecodeGroups:
         shapes = self._shapes
         if shapes.placement(lengths) is Placement.ROWS:
             return [(1, length) for length in lengths]
-        if shapes.layout is Placement.ROWS:
-            return [(len(lengths), shapes.columns(max(lengths)))]
         kinds: dict[int, list[int]] = {}
         for length in lengths:
             kinds.setdefault(shapes.least_columns(length), []).append(length)

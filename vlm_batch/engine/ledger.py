@@ -58,7 +58,6 @@ class Ledger:
         # ``_at`` in order, until it changes
         self._ordered: dict[Stage, tuple[Row, ...]] = {}
         self._lines: dict[int, list[Row]] | None = None
-        self._placed: Counter[int] | None = None
         # rows in the inbox, which may be many; those that have left it are dropped when they come first
         self._heaps: dict[tuple[Hashable, bool, int], list[tuple[float, int, Row]]] = {}
         self._arrivals = itertools.count()
@@ -107,10 +106,8 @@ class Ledger:
 
     def placed(self) -> Counter[int]:
         """Return each client's rows with places."""
-        if self._placed is None:
-            rows = (*self._at[Stage.DECODE], *self._at[Stage.PREFILL])
-            self._placed = Counter(row.client for row in rows)
-        return self._placed
+        rows = (*self._at[Stage.DECODE], *self._at[Stage.PREFILL])
+        return Counter(row.client for row in rows)
 
     def heads(self) -> list[Row]:
         """Return the most urgent row in the inbox of each lane, kind of media and client."""
@@ -174,5 +171,3 @@ class Ledger:
         self._ordered.pop(stage, None)
         if stage in WAITING:
             self._lines = None
-        elif stage in PLACED:
-            self._placed = None

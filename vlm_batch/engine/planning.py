@@ -51,7 +51,8 @@ class Planner:
         self._note_rest(clients.now)
         if not has_grown and len(clients.asked) < 2:
             return self._follow(schedule.ALL_GO_ON, clients.now)
-        new = [self._new(row, clients) for row in self._new_rows()]
+        rows = self._new_rows() if self._may_rest else ()
+        new = [self._new(row, clients) for row in rows]
         if not (has_grown or new or self._ledger.num(*WAITING)):
             return self._follow(schedule.ALL_GO_ON, clients.now)
         ready = self._ledger.at(Stage.READY)
@@ -66,7 +67,6 @@ class Planner:
             fits=self._memory.fits,
             new=new,
             decoding=self._decoding(),
-            may_rest=self._may_rest,
             may_be_still=clients.now - self._decoded_at < self._pace.longest_rest,
         )
         return self._follow(schedule.decode(view), clients.now)

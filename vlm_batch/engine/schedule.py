@@ -203,9 +203,8 @@ class DecodeView:
         ahead: rows at the head of the line that may be given a place of another's.
         has_grown: whether memory is to be looked at.
         fits: whether rows with these tokens fit into memory.
-        new: rows that wait for their first tokens.
+        new: rows that wait for their first tokens, while others may rest for them.
         decoding: clients of rows that wait for further ones.
-        may_rest: whether others may rest meanwhile.
         may_be_still: whether their last tokens came a short time ago.
     """
 
@@ -219,7 +218,6 @@ class DecodeView:
     fits: Callable[[Sequence[int]], bool]
     new: Sequence[NewRow] = ()
     decoding: frozenset[int] = NOBODY
-    may_rest: bool = True
     may_be_still: bool = True
 
 
@@ -302,8 +300,6 @@ def _yields(view: DecodeView) -> tuple[Yield, ...]:
 
 def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
     """Return the clients that rest, and whether no row decodes in this step."""
-    if not view.may_rest:
-        return NOBODY, False
     # for those that are here, and for those that are coming
     rests = {False: NOBODY, True: NOBODY}
     without = [row.places for row in view.new if not _has_room(row, view, free)]
