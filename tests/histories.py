@@ -880,11 +880,7 @@ class History:
             )
         self.check()
         generator = self.generator
-        assert (
-            not len(generator.rows.ledger)
-            and not generator.rows.batch.rows
-            and not generator.rows.batch.layers
-        )
+        assert not len(generator.rows.ledger) and not generator.rows.batch.groups
         assert generator.rows.batch.nbytes == 0
         assert not generator.rows.ledger.at(*Stage)
         assert (

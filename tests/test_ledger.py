@@ -147,7 +147,7 @@ def clients(
 
 
 def waiting(name: str, client: int = 1, **how: Any) -> WaitingRow:
-    given = {"priority": 0, "submitted": 99.0, "tokens": 10, "is_encoded": True}
+    given = {"priority": 0, "submitted": 99.0, "tokens": 10}
     return WaitingRow(name, client, **{**given, **how})
 
 
@@ -188,7 +188,7 @@ def test_the_last_row_of_who_has_two_places_more_yields() -> None:
         even,
         replace(DECODE, free=1),
         replace(DECODE, ahead=0),
-        replace(DECODE, lines=lines(waiting("new", 2, is_encoded=False))),
+        replace(DECODE, lines=lines(waiting("new", 2, needs_encoding=True))),
         replace(DECODE, lines=lines(waiting("new", 2, waits=True))),
         replace(DECODE, live=live("a", "b", "c", may_yield=False)),
         replace(DECODE, fits=within(39)),
@@ -228,17 +228,15 @@ RESTING = replace(
         # they decode now and then; those behind all others do not
         ({"may_be_still": False}, {1}, False),
         ({"decoding": {-1}, "may_be_still": False}, {-1}, True),
-        # they have rested long
-        ({"may_rest": False}, (), False),
         # while its processor runs, they decode, or if nobody does their prompts go on
         ({"new": [NewRow("new", 2, 0, is_coming=True)]}, {1}, False),
         ({"new": [NewRow("new", 2, 0, is_coming=True)], "decoding": ()}, (), False),
         # encoded, it wants a place and memory
-        ({"new": [NewRow("new", 2, 0, wanted=10)]}, (), False),
-        ({"new": [NewRow("new", 2, 0, wanted=10)], "free": 1}, {1}, True),
+        ({"new": [NewRow("new", 2, 0, waits=True, wanted=10)]}, (), False),
+        ({"new": [NewRow("new", 2, 0, waits=True, wanted=10)], "free": 1}, {1}, True),
         (
             {
-                "new": [NewRow("new", 2, 0, wanted=10)],
+                "new": [NewRow("new", 2, 0, waits=True, wanted=10)],
                 "free": 1,
                 "fits": within(39),
             },
@@ -247,7 +245,7 @@ RESTING = replace(
         ),
         (
             {
-                "new": [NewRow("new", 2, 0, wanted=10)],
+                "new": [NewRow("new", 2, 0, waits=True, wanted=10)],
                 "free": 1,
                 "held": {"new": 10},
                 "fits": within(40),
@@ -312,9 +310,8 @@ PROMPTS = PromptsView(
     held={},
     free=2,
     ahead=1,
-    most_encoded=lambda pending: 4 if pending < 100 else 0,
+    most_encoded=lambda pending, _: 4 if pending < 100 else 0,
     pending=0,
-    has_encoded=False,
     may_encode=lambda _: True,
     fits=within(10**6),
 )
@@ -354,22 +351,23 @@ def test_ready_rows_go_before_one_that_memory_has_no_room_for(free: int) -> None
     )
     assert prompts(view) == Prompts(joining=("r",))
     # with an encoder that has no room beside others, too
-    unread = new._replace(is_encoded=False)
+    unread = new._replace(needs_encoding=True)
     tight = replace(view, lines=lines(unread, ready), may_encode=lambda _: False)
     assert prompts(tight) == Prompts(joining=("r",))
-    # one that fits nowhere goes on: the next look at memory ends it
-    assert prompts(replace(view, fits=within(9))) == Prompts(joining=("r",))
+    assert prompts(replace(view, fits=within(9))) == Prompts(refused=("r",))
     assert prompts(replace(view, live=[10])) == Prompts()
 
 
 def test_rows_are_encoded_for_places_and_then_ahead_once_a_step() -> None:
-    new = [waiting(name, is_encoded=False, tokens=0) for name in "abcd"]
+    new = [waiting(name, needs_encoding=True, tokens=0) for name in "abcd"]
     view = replace(PROMPTS, lines=lines(*new))
     assert prompts(view) == Prompts(encoded=("a", "b", "c"))
-    assert prompts(replace(view, most_encoded=lambda _: 1)) == Prompts(encoded=("a",))
-    assert prompts(replace(view, has_encoded=True)) == Prompts(encoded=("a", "b", "c"))
+    alone = replace(view, most_encoded=lambda *_: 1)
+    assert prompts(alone) == Prompts(encoded=("a",))
+    later: Any = {"most_encoded": lambda _, is_ahead: 0 if is_ahead else 4}
+    assert prompts(replace(view, **later)) == Prompts(encoded=("a", "b", "c"))
     # where the encoder has no room, a row is encoded by itself: one that gets its place now is beside it
-    tight = replace(view, may_encode=lambda _: False, most_encoded=lambda _: 1)
+    tight = replace(view, may_encode=lambda _: False, most_encoded=lambda *_: 1)
     assert prompts(tight) == Prompts(encoded=("a",))
     assert prompts(replace(tight, live=[10])) == Prompts()
     assert prompts(replace(tight, held={"p": 10})) == Prompts()
@@ -377,10 +375,11 @@ def test_rows_are_encoded_for_places_and_then_ahead_once_a_step() -> None:
     assert prompts(placed) == Prompts(("x",))
     full = replace(view, free=0)
     assert prompts(full) == Prompts(encoded=("a",))
-    assert prompts(replace(full, has_encoded=True)) == Prompts()
+    assert prompts(replace(full, **later)) == Prompts()
     # what was placed in this very plan counts as pending
     long = lines(waiting("x", pending=100), *new)
     assert prompts(replace(view, lines=long)) == Prompts(("x",))
     # none goes before one that is to be encoded
-    first = lines(waiting("a", is_encoded=False), waiting("b"))
-    assert prompts(replace(PROMPTS, lines=first, most_encoded=lambda _: 0)) == Prompts()
+    first = lines(waiting("a", needs_encoding=True), waiting("b"))
+    none = replace(PROMPTS, lines=first, most_encoded=lambda *_: 0)
+    assert prompts(none) == Prompts()

@@ -139,9 +139,9 @@ def test_a_family_answers_at_a_place_that_held_nan(
 
         def broken(request_id: str) -> Any:
             place = [
-                row and row.request_id for row in generator.rows.batch.places
+                row and row.request_id for row in generator.rows.batch.groups[0].places
             ].index(request_id)
-            for layer in generator.rows.batch.layers if is_broken else ():
+            for layer in generator.rows.batch.groups[0].layers if is_broken else ():
                 _poison(layer, place)
             return cancel(request_id)
 

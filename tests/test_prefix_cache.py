@@ -428,7 +428,7 @@ def test_kept_rows_share_nothing_with_live_ones_and_live_rows_let_go() -> None:
     before = [np.array(array) for array in kept.arrays()]
     asks.ask(f"{TEXT}+1", TEXT, f"{TEXT}~1")
     assert all(np.array_equal(a, b) for a, b in zip(before, kept.arrays(), strict=True))
-    assert not asks.generator.rows.batch.layers
+    assert not asks.generator.rows.batch.groups
     gone = weakref.ref(kept)
     prefix.clear()
     assert prefix.budget.nbytes == 0

@@ -124,7 +124,7 @@ def test_neighbours_states_stay_when_a_row_leaves_and_another_joins(
         )
     for _ in range(4):
         generator.step()
-    layer = generator.rows.batch.layers[0]
+    layer = generator.rows.batch.groups[0].layers[0]
     assert isinstance(layer, RecurrentCache)
     before = [np.array(state) for state in layer.arrays()]
     generator.cancel("1")

@@ -196,7 +196,7 @@ def test_rows_come_and_go_while_their_number_changes(
     def step() -> list[Event]:
         limit.rows = (1, 3, 6, 6, 6, 4)[len(counts) % 6]
         events = whole()
-        widths.append(len(generator.rows.batch.places))
+        widths.append(sum(len(group.places) for group in generator.rows.batch.groups))
         counts.append(len(generator.rows.batch))
         return events
 
@@ -218,15 +218,15 @@ def test_slabs_have_the_places_that_their_rows_need() -> None:
     assert [batch.slabs([9] * count)[0][0] for count in (1, 5, 40)] == [1, 8, 40]
     while generator.has_work:
         generator.step()
-        if batch.layers:
+        for group in batch.groups:
             assert (
-                {len(layer.arrays()[0]) for layer in batch.layers}
-                == {len(batch.places)}
+                {len(layer.arrays()[0]) for layer in group.layers}
+                == {len(group.places)}
                 <= {8, 2, 1}
             )
-            few += len(batch.places) < 8
+            few += len(group.places) < 8
     assert few, "what is left at the end is among a few of them"
-    assert not batch.places and not batch.layers
+    assert not batch.groups
 
 
 def test_a_batcher_says_how_many_may_live() -> None:
@@ -261,7 +261,7 @@ def test_no_place_is_left_for_rows_that_did_not_come(
     assert [list(result.token_ids) for result in results] == [
         oracle(NAME, "text:5:26").tokens[:NUM_TOKENS]
     ]
-    assert not generator.rows.batch.places and not generator.rows.batch.layers
+    assert not generator.rows.batch.groups
 
 
 def test_last_tokens_come_in_the_order_of_places() -> None:

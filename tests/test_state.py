@@ -124,7 +124,7 @@ def test_embeddings_and_pixels_are_let_go_of_after_prefill(
     while generator.has_work:
         generator.step()
     assert generator.rows.batch.nbytes == 0
-    assert not generator.rows.batch.layers
+    assert not generator.rows.batch.groups
 
 
 def test_nobody_holds_what_a_chunk_is_written_into(
@@ -188,7 +188,7 @@ def test_a_join_and_a_leave_touch_no_other_row(placement: Placement) -> None:
     generator.insert(
         "3", as_mlx(inputs_of("qwen2_vl", "text:6:14")), SamplingParams(max_tokens=40)
     )
-    length = generator.rows.batch.layers[0].lengths[0]  # type: ignore[attr-defined]
+    length = generator.rows.batch.groups[0].layers[0].lengths[0]  # type: ignore[attr-defined]
     kept = _kv_of(generator, "0", length)
     generator.step()
     assert _kv_of(generator, "0", length) == kept
@@ -199,10 +199,10 @@ def _kv_of(
 ) -> list[Any]:
     """The row's keys in every layer, as numbers."""
     place = [
-        row.request_id if row else None for row in generator.rows.batch.places
+        row.request_id if row else None for row in generator.rows.batch.groups[0].places
     ].index(request_id)
     found = []
-    for layer in generator.rows.batch.layers:
+    for layer in generator.rows.batch.groups[0].layers:
         length = length or layer.lengths[place]  # type: ignore[attr-defined]
         keys, _ = layer.state  # type: ignore[attr-defined]
         row = (

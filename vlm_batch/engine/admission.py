@@ -72,11 +72,9 @@ class Admission:
         if num_ahead >= MOST_AHEAD * self._most_rows:
             return None
         begun = self._ledger.at(*LOADING, Stage.READ, *HAVE_INPUTS)
-        before: list[Row] = []
-        for row in self._rows.in_line([*begun, *heads]):
-            if row.stage is not Stage.INBOX:
-                before.append(row)
-            elif self._has_room(row, before):
+        line = self._rows.in_line([*begun, *heads])
+        for at, row in enumerate(line):
+            if row.stage is Stage.INBOX and self._has_room(row, line[:at]):
                 self._ledger.move(row, Stage.READING)
                 return row
         return None
@@ -113,8 +111,6 @@ class Admission:
 
         A row without room blocks all that need room. Large pictures have room of their own.
         """
-        if not self._ledger.num(Stage.READ):
-            return None
         for is_large in (False, True):
             row = self._first_with_room(
                 self._of_size(Stage.READ, is_large=is_large),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -16,19 +16,21 @@ from vlm_batch.engine.shapes import Shapes
 FEW = 4
 
 
+class Kind(NamedTuple):
+    """Rows of one kind may decode together."""
+
+    suspect: Row | None = None  # whose last forward failed: it is alone
+    least: int = 0  # fewest columns of slabs
+
+
+USUAL = Kind()
+
+
 class DecodeBatch:
-    """Rows of one decode forward; ``places[b]``: the row at place b, or None.
+    """Rows of one decode forward; ``places[b]``: the row at place b, or None."""
 
-    Args:
-        least: fewest columns of slabs.
-        is_apart: the batch has one row, whose last forward failed.
-    """
-
-    def __init__(
-        self, shapes: Shapes, max_rows: int, least: int = 0, *, is_apart: bool = False
-    ) -> None:
-        self.least = least
-        self.is_apart = is_apart
+    def __init__(self, shapes: Shapes, max_rows: int, kind: Kind = USUAL) -> None:
+        self.kind = kind
         self.max_rows = max_rows
         self._shapes = shapes
         #: A place is kept until another row takes it, on a CPU until the next forward.
@@ -38,6 +40,11 @@ class DecodeBatch:
         self.num_positions = 0  # of the last forward
         # positions of rows with drafts in the last forward
         self._drafted: dict[Row, int] = {}
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is of one row, which is suspected of a failure."""
+        return self.kind.suspect is not None
 
     @property
     def rows(self) -> list[Row]:
@@ -50,7 +57,7 @@ class DecodeBatch:
         """Give a prefilled row a place. ``others``: rows that join next."""
         if not self.layers:
             self._placement = self._shapes.layout
-            self.layers = self._shapes.layers(caches, len(self.places), self.least)
+            self.layers = self._shapes.layers(caches, len(self.places), self.kind.least)
         self._switch(row)
         before = len(self.places)
         try:
@@ -99,7 +106,7 @@ class DecodeBatch:
     def _lay_out_as(self, placement: Placement) -> None:
         """Move all rows to layers of another placement, without empty places."""
         taken = [self._extract(place) for place in self._live_places()]
-        layers = self._shapes.layers(taken[0], len(taken), self.least, placement)
+        layers = self._shapes.layers(taken[0], len(taken), self.kind.least, placement)
         for layer in layers:
             layer.resize(len(taken))
         for place, caches in enumerate(taken):
@@ -115,8 +122,7 @@ class DecodeBatch:
 
     def take(self, row: Row) -> list[Any]:
         """Return a row's single-row caches. The row must leave next."""
-        if row in self._drafted:
-            self.keep(row, 1)
+        self.keep(row, 1)
         taken = self._extract(self.places.index(row))
         # the next step writes to the slab, which nobody may hold then
         mx.async_eval([cache.state for cache in taken])

@@ -5,11 +5,11 @@ All rows share a group unless shapes limit it. A row suspected of failing a forw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vlm_batch.caches import LayerCache, Placement
-from vlm_batch.engine.batch import DecodeBatch, next_length
+from vlm_batch.caches import Placement
+from vlm_batch.engine.batch import DecodeBatch, Kind, next_length
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import Shapes
 
@@ -25,20 +25,6 @@ class DecodeGroups:
         found: list[Row] = []
         for group in self.groups:
             found += group.rows
-        return found
-
-    @property
-    def places(self) -> list[Row | None]:
-        found: list[Row | None] = []
-        for group in self.groups:
-            found += group.places
-        return found
-
-    @property
-    def layers(self) -> list[LayerCache]:
-        found: list[LayerCache] = []
-        for group in self.groups:
-            found += group.layers
         return found
 
     def __len__(self) -> int:
@@ -68,44 +54,29 @@ class DecodeGroups:
 
     def join(self, row: Row, caches: Sequence[Any], others: int = 0) -> None:
         """Give a row a place in the first group that takes it, else in a new one."""
-        group = self._group_for(row)
-        if group is not None:
+        kind = self._kind(row)
+        for group in self._of_kind(kind):
             room = self._most - len(group) - 1
-            group.join(row, caches, min(others, room))
-            return
-        most = self._most
-        if row.is_suspect:
-            most, others = self._shapes.group_size(1), 0
-        least = self._least_columns(row)
-        group = DecodeBatch(self._shapes, most, least, is_apart=row.is_suspect)
+            if room >= 0:
+                group.join(row, caches, min(others, room))
+                return
+        most = self._shapes.group_size(1) if row.is_suspect else self._most
+        group = DecodeBatch(self._shapes, most, kind)
         group.join(row, caches, min(others, most - 1))
         self.groups = tuple(sorted((*self.groups, group), key=lambda one: one.is_apart))
 
-    def _group_for(self, row: Row) -> DecodeBatch | None:
-        if row.is_suspect:
-            return None
-        for group in self._shared(self._least_columns(row)):
-            if len(group) < self._most:
-                return group
-        return None
+    def _kind(self, row: Row) -> Kind:
+        suspect = row if row.is_suspect else None
+        return Kind(suspect, self._shapes.least_columns(next_length(row)))
 
-    def _shared(self, least: int) -> Iterator[DecodeBatch]:
-        """Yield the groups of several rows whose slabs have at least so many columns."""
-        for group in self.groups:
-            if group.least == least and not group.is_apart:
-                yield group
-
-    def _least_columns(self, row: Row) -> int:
-        return self._shapes.least_columns(next_length(row))
+    def _of_kind(self, kind: Kind) -> list[DecodeBatch]:
+        return [group for group in self.groups if group.kind == kind]
 
     def misplaced(self) -> list[Row]:
         """Return rows set apart, let back, or beyond their group's columns."""
         found: list[Row] = []
         for group in self.groups:
-            for row in group.rows:
-                is_elsewhere = row.is_suspect is not group.is_apart
-                if is_elsewhere or self._least_columns(row) != group.least:
-                    found.append(row)
+            found += [row for row in group.rows if self._kind(row) != group.kind]
         return found
 
     def move(self, row: Row) -> None:
@@ -117,8 +88,6 @@ class DecodeGroups:
         shapes = self._shapes
         if shapes.placement(lengths) is Placement.ROWS:
             return [(1, length) for length in lengths]
-        if shapes.layout is Placement.ROWS:
-            return [(len(lengths), shapes.columns(max(lengths)))]
         kinds: dict[int, list[int]] = {}
         for length in lengths:
             kinds.setdefault(shapes.least_columns(length), []).append(length)
@@ -127,7 +96,9 @@ class DecodeGroups:
             full, rest = divmod(len(of_kind), self._most)
             places = full * self._most + shapes.places(rest, self._most)
             if len(lengths) > 1:
-                there = sum(len(group.places) for group in self._shared(least))
+                there = sum(
+                    len(group.places) for group in self._of_kind(Kind(None, least))
+                )
                 places = max(places, there)
             columns = shapes.columns(max(of_kind), least)
             found.append((places, columns))
@@ -139,8 +110,7 @@ class DecodeGroups:
         if group is None:
             return
         group.leave(row)
-        if not group.rows:
-            self.groups = tuple(one for one in self.groups if one is not group)
+        self.groups = tuple(one for one in self.groups if one.rows)
 
     def drop(self, rows: Iterable[Row]) -> list[Row]:
         """Drop these rows' groups. Returns all rows in them."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from vlm_batch.engine.row import Row, Stage
+from vlm_batch.engine.schedule import by_client
 
 #: Where a row may come from, by where it goes. New rows begin in the inbox, prepared, or, as further answers, ready.
 COMES_FROM: dict[Stage, frozenset[Stage]] = {
@@ -57,7 +58,6 @@ class Ledger:
         # ``_at`` in order, until it changes
         self._ordered: dict[Stage, tuple[Row, ...]] = {}
         self._lines: dict[int, list[Row]] | None = None
-        self._placed: Counter[int] | None = None
         # rows in the inbox, which may be many; those that have left it are dropped when they come first
         self._heaps: dict[tuple[Hashable, bool, int], list[tuple[float, int, Row]]] = {}
         self._arrivals = itertools.count()
@@ -102,17 +102,12 @@ class Ledger:
             self._at_one(Stage.PREPARED),
             key=self.urgency,
         )
-        lines: dict[int, list[Row]] = {}
-        for row in itertools.chain(self._at_one(Stage.READY), others):
-            lines.setdefault(row.client, []).append(row)
-        return lines
+        return by_client(itertools.chain(self._at_one(Stage.READY), others))
 
     def placed(self) -> Counter[int]:
         """Return each client's rows with places."""
-        if self._placed is None:
-            rows = (*self._at[Stage.DECODE], *self._at[Stage.PREFILL])
-            self._placed = Counter(row.client for row in rows)
-        return self._placed
+        rows = (*self._at[Stage.DECODE], *self._at[Stage.PREFILL])
+        return Counter(row.client for row in rows)
 
     def heads(self) -> list[Row]:
         """Return the most urgent row in the inbox of each lane, kind of media and client."""
@@ -176,5 +171,3 @@ class Ledger:
         self._ordered.pop(stage, None)
         if stage in WAITING:
             self._lines = None
-        elif stage in PLACED:
-            self._placed = None

@@ -167,18 +167,14 @@ class EngineLoop:
                 if in_child
                 else "the batcher is closed: its engine has stopped; make a new one"
             )
-        told = self._receiver
-        if in_child and told is not None:
-            told.renew_lock()
-            told.push(_gone_event(told.request_id, self._gone))
-        while self._alive:
-            try:
-                request_id, handle = self._alive.popitem()
-            except KeyError:
-                return
+        lost = [] if self._receiver is None else [self._receiver]
+        with contextlib.suppress(KeyError):  # none is left
+            while True:
+                lost.append(self._alive.popitem()[1])
+        for handle in lost:
             if in_child:
                 handle.renew_lock()
-            handle.push(_gone_event(request_id, self._gone))
+            handle.push(_gone_event(handle.request_id, self._gone))
 
     def stats(self) -> Stats:
         generator, rows, totals = self.generator, self.generator.rows, self._totals

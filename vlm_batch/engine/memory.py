@@ -46,8 +46,7 @@ class RowMemory:
         self._more = more
         #: Bytes at each of LENGTHS; rows with layers of their own for pictures count as the largest seen.
         self._at: tuple[int, ...] = ()
-        # steps until the next look at grown rows; none can have outgrown what it was checked for before
-        self._until_look = GROWTH
+        self._num_steps = 0
         self._is_probed = False  # known from a prompt without pictures, not from a row
 
     def probe(self, trial: Trial) -> None:
@@ -100,14 +99,9 @@ class RowMemory:
         return self.together(lengths) <= self._most_bytes
 
     def is_look_due(self) -> bool:
-        """Count a step; return whether rows may have outgrown what they were checked for."""
-        if self.max_bytes is None:
-            return False
-        self._until_look -= 1
-        if self._until_look > 0:
-            return False
-        self._until_look = GROWTH
-        return True
+        """Count a step; return whether rows may have outgrown what they were checked for, as none has before."""
+        self._num_steps += 1
+        return self._num_steps % GROWTH == 0
 
     def check(self, row: Row) -> None:
         """Raise DoesNotFit for a row that never fits."""
@@ -168,10 +162,10 @@ class Sizes:
 
 
 class EncoderMemory:
-    """The encoder's temporary bytes, learned from memory peaks, under ``limit`` (None: no bound)."""
+    """The encoder's temporary bytes, learned from memory peaks, under ``limit``."""
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit: float = math.inf if limit is None else limit
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._sizes = Sizes(min)  # a peak may have other causes
         # (input bytes, active bytes before, steps since)
         self._running: list[tuple[int, int, int]] = []

@@ -51,7 +51,8 @@ class Planner:
         self._note_rest(clients.now)
         if not has_grown and len(clients.asked) < 2:
             return self._follow(schedule.ALL_GO_ON, clients.now)
-        new = [self._new(row, clients) for row in self._new_rows()]
+        rows = self._new_rows() if self._may_rest else ()
+        new = [self._new(row, clients) for row in rows]
         if not (has_grown or new or self._ledger.num(*WAITING)):
             return self._follow(schedule.ALL_GO_ON, clients.now)
         ready = self._ledger.at(Stage.READY)
@@ -66,7 +67,6 @@ class Planner:
             fits=self._memory.fits,
             new=new,
             decoding=self._decoding(),
-            may_rest=self._may_rest,
             may_be_still=clients.now - self._decoded_at < self._pace.longest_rest,
         )
         return self._follow(schedule.decode(view), clients.now)
@@ -116,10 +116,11 @@ class Planner:
         return found
 
     def _waits(self, row: Row, others: Sequence[Row]) -> bool:
-        """Return whether a row waits for the beginning of its prompt that another will leave."""
-        if row.stage is not Stage.PREPARED or not others:
-            return False
-        return self._reuse.waits_for(row, others)
+        """Return whether a row waits for its form, or for the beginning of its prompt that another will leave."""
+        if row.stage is Stage.READY:
+            return row.is_untold
+        is_new = row.stage is Stage.PREPARED and bool(others)
+        return is_new and self._reuse.waits_for(row, others)
 
     def _new(self, row: Row, clients: schedule.Clients) -> schedule.NewRow:
         has_length = row.stage in (Stage.ENCODED, Stage.READY)
@@ -143,7 +144,6 @@ class Planner:
         """Plan who gets a free place and who is encoded next. ``seconds``: spent on encoding in this step."""
         if not self._ledger.num(*WAITING):
             return schedule.NO_PROMPTS
-        has_encoded = seconds > 0
         free, ahead = self._rows.num_free, self._policy.encode_ahead
         lines = self._lines(free + ahead)
         for client in self._resting:
@@ -162,10 +162,9 @@ class Planner:
                 self._policy,
                 is_decoding=self._rows.is_heard,
                 seconds=seconds,
-                has_encoded=has_encoded,
+                has_encoded=seconds > 0,
             ),
             pending=self._rows.num_pending,
-            has_encoded=has_encoded,
             may_encode=self._may_encode,
             fits=self._memory.fits,
         )
@@ -198,19 +197,15 @@ class Planner:
         others = self._ledger.at(Stage.PREFILL, Stage.ENCODED)
         lines: dict[int, list[schedule.WaitingRow]] = {}
         for client, rows in self._ledger.lines().items():
-            line: list[schedule.WaitingRow] = []
+            line = lines[client] = []
             left = most
-            for row in rows:
-                if row.stage is Stage.READY:
-                    if not row.is_untold:
-                        line.append(waiting(row))
-                    continue
-                if not left:
+            for row in rows:  # ready ones first
+                is_ready = row.stage is Stage.READY
+                if not left and not is_ready:
                     break
                 waits = self._waits(row, others)
                 line.append(waiting(row, waits=waits))
-                left -= not waits
-            lines[client] = line
+                left -= not (waits or is_ready)
         return lines
 
     def _may_encode(self, request_id: str) -> bool:

@@ -104,16 +104,14 @@ class Retry:
         is_alone = len(live) == 1
         if is_alone:
             self._kept.clear()
-        never: list[Row] = []
         for row in rows:
             if is_alone and row.was_alone:
-                never.append(row)
-                continue
-            row.was_alone = is_alone
-            self._begin_again(row, error)
+                release_memory()
+                self._rows.end(row, "error", _too_large(row, error))
+            else:
+                row.was_alone = is_alone
+                self._begin_again(row, error)
         release_memory()
-        for row in never:
-            self._rows.end(row, "error", _too_large(row, error))
 
     def _begin_again(self, row: Row, error: BaseException) -> None:
         """Put a row back in line; end it if its inputs are gone."""

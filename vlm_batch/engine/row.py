@@ -344,8 +344,7 @@ class Row:
     ) -> Event | Ending:
         """Append a token fed to its guide. Returns its event, or the answer's end."""
         answer, guide = self.answer, self.answer.guide
-        if not self.clock.first_token:
-            self.clock.note_token()
+        self.clock.note_token()
         answer.token_ids.append(token)
         if logprobs is not None:
             answer.logprobs.append(logprobs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from vlm_batch.engine.memory import RowMemory, tokens
 from vlm_batch.engine.options import begin_options
 from vlm_batch.engine.reuse import Reuse, keeping
 from vlm_batch.engine.row import Ending, Prompt, Row, Stage, fork
-from vlm_batch.engine.schedule import Clients, WaitingRow, in_turn
+from vlm_batch.engine.schedule import Clients, WaitingRow, by_client, in_turn
 from vlm_batch.errors import let_go
 from vlm_batch.types import Event, FinishReason
 
@@ -60,17 +59,17 @@ class Rows:
     @property
     def is_decoding(self) -> bool:
         """Whether a row waits for its next token."""
-        if self.ledger.num(Stage.DECODE, Stage.READY):
-            return True
-        return any(row.is_untold for row in self.ledger.at(Stage.LAST))
+        return bool(self._awaited())
 
     @property
     def is_heard(self) -> bool:
         """Whether somebody waits for the next token of a row. Options are told once all are scored."""
-        if not self.is_decoding:
-            return False
-        rows = self.ledger.tuple_at(Stage.DECODE, Stage.READY, Stage.LAST)
-        return any(row.answer.path is None for row in rows)
+        return any(row.answer.path is None for row in self._awaited())
+
+    def _awaited(self) -> list[Row]:
+        """Return the rows that wait for their next tokens, or for their forms to let one be told."""
+        last = [row for row in self.ledger.at(Stage.LAST) if row.is_untold]
+        return [*self.ledger.at(Stage.DECODE, Stage.READY), *last]
 
     @property
     def num_pending(self) -> int:
@@ -95,13 +94,13 @@ class Rows:
 
     def untold(self) -> list[Row]:
         """Return the rows whose forms still check their last token."""
-        rows = self.ledger.at(Stage.DECODE, Stage.READY, Stage.LAST)
-        return [row for row in rows if row.is_untold]
+        return [row for row in self._awaited() if row.is_untold]
 
     def live(self) -> list[Row]:
         """Return the rows with places, the last in line at the end."""
-        rows = self.ledger.at(Stage.DECODE, Stage.PREFILL)
-        return self.in_line(rows, placed=Counter())
+        urgency = self.ledger.urgency
+        rows = sorted(self.ledger.at(Stage.DECODE, Stage.PREFILL), key=urgency)
+        return list(in_turn(by_client(rows), urgency, {}))
 
     def parked(self) -> list[Row]:
         """Return the rows that have lost their places to others, with their caches."""
@@ -111,20 +110,9 @@ class Rows:
                 found.append(row)
         return found
 
-    def in_line(
-        self, rows: Iterable[Row], placed: Counter[int] | None = None
-    ) -> list[Row]:
-        """Return rows in the order in which they get places.
-
-        Args:
-            placed: each client's places, of rows that have theirs; None: rows wait, beside those that have places.
-        """
-        urgency = self.ledger.urgency
-        lines: dict[int, list[Row]] = {}
-        for row in sorted(rows, key=urgency):
-            lines.setdefault(row.client, []).append(row)
-        if placed is not None:
-            return list(in_turn(lines, urgency, placed))
+    def in_line(self, rows: Iterable[Row]) -> list[Row]:
+        """Return rows that wait in the order in which they get places."""
+        lines = by_client(sorted(rows, key=self.ledger.urgency))
         clients = self.clients()
         turn = lambda row: clients.turn(waiting(row))  # noqa: E731
         return list(in_turn(lines, turn, clients.placed))
@@ -183,11 +171,10 @@ class Rows:
         caches, row.prompt = row.prompt.cache, Prompt()
         if caches:
             self._memory.learn(caches, row.facts.length + row.answer.num_fed)
-        if not needs_place:
+        if needs_place:
+            self.batch.join(row, caches, others)
+        else:
             row.prompt = Prompt(cache=caches)
-            self.ledger.move(row, Stage.DECODE)
-            return
-        self.batch.join(row, caches, others)
         self.ledger.move(row, Stage.DECODE)
 
     def park(self, row: Row, logits: mx.array | None = None) -> None:
@@ -289,7 +276,7 @@ def waiting(row: Row, *, waits: bool = False) -> WaitingRow:
         row.priority,
         row.clock.submitted,
         tokens(row),
-        row.stage is Stage.ENCODED,
+        row.stage is Stage.PREPARED,
         row.stage is Stage.READY,
         waits,
         row.facts.length - row.prompt.prefilled,

@@ -22,15 +22,23 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from vlm_batch.engine.lengths import chunk_end, padded_length
+from vlm_batch.engine.lengths import chunk_end, first_enough, padded_length
 from vlm_batch.engine.work import Work
 from vlm_batch.policy import Policy
 
 T = TypeVar("T")
+
+
+class OfClient(Protocol):
+    @property
+    def client(self) -> int: ...
+
+
+Asked = TypeVar("Asked", bound=OfClient)
 
 #: More places than any client has.
 LAST = 1 << 32
@@ -46,14 +54,12 @@ class WaitingRow(NamedTuple):
     priority: int
     submitted: float  # seconds
     tokens: int  # 0 until it is encoded
-    is_encoded: bool
+    needs_encoding: bool = False
     is_ready: bool = False  # prefilled, or parked
-    waits: bool = False  # for the prefix that a row before it will leave
+    waits: bool = (
+        False  # for its form, or for the prefix that a row before it will leave
+    )
     pending: int = 0  # prompt tokens to prefill, once it is encoded
-
-    @property
-    def needs_encoding(self) -> bool:
-        return not (self.is_ready or self.is_encoded)
 
 
 class NewRow(NamedTuple):
@@ -113,7 +119,7 @@ class Clients:
     def giver(self, client: int) -> int | None:
         """Return the client with the most places, if it keeps as many as ``client`` has with one more."""
         placed = self.placed
-        claims = {one: _claim(one, placed[one]) for one in placed if placed[one]}
+        claims = {one: _claim(one, placed[one]) for one in +placed}
         most = max(claims, key=lambda one: (claims[one], one), default=client)
         gap = claims.get(most, 0) - _claim(client, placed.get(client, 0))
         return most if gap >= 2 else None
@@ -132,6 +138,14 @@ class Clients:
             if _claim(one, self.placed.get(one, 0)) >= places + 2:
                 found.append(one)
         return frozenset(found) - {client}
+
+
+def by_client(rows: Iterable[Asked]) -> dict[int, list[Asked]]:
+    """Return each client's rows, in their order."""
+    lines: dict[int, list[Asked]] = {}
+    for row in rows:
+        lines.setdefault(row.client, []).append(row)
+    return lines
 
 
 def in_turn(
@@ -189,9 +203,8 @@ class DecodeView:
         ahead: rows at the head of the line that may be given a place of another's.
         has_grown: whether memory is to be looked at.
         fits: whether rows with these tokens fit into memory.
-        new: rows that wait for their first tokens.
+        new: rows that wait for their first tokens, while others may rest for them.
         decoding: clients of rows that wait for further ones.
-        may_rest: whether others may rest meanwhile.
         may_be_still: whether their last tokens came a short time ago.
     """
 
@@ -205,7 +218,6 @@ class DecodeView:
     fits: Callable[[Sequence[int]], bool]
     new: Sequence[NewRow] = ()
     decoding: frozenset[int] = NOBODY
-    may_rest: bool = True
     may_be_still: bool = True
 
 
@@ -288,15 +300,13 @@ def _yields(view: DecodeView) -> tuple[Yield, ...]:
 
 def _rest(view: DecodeView, free: int) -> tuple[frozenset[int], bool]:
     """Return the clients that rest, and whether no row decodes in this step."""
-    if not view.may_rest:
-        return NOBODY, False
     # for those that are here, and for those that are coming
     rests = {False: NOBODY, True: NOBODY}
-    without = {row for row in view.new if not _has_room(row, view, free)}
+    without = [row.places for row in view.new if not _has_room(row, view, free)]
     # no row overtakes one that waits for a place or for memory
-    fewest = min((row.places for row in without), default=LAST)
+    fewest = min(without, default=LAST)
     for row in view.new:
-        if row in without or (row.waits and row.places >= fewest):
+        if row.waits and row.places >= fewest:
             continue
         rests[row.is_coming] |= view.clients.resting(row.client, row.places)
     for_here = resting = rests[False]
@@ -355,9 +365,9 @@ class PromptsView:
         live: tokens of each row with a place.
         held: tokens of each parked row and further answer, by id.
         ahead: rows that are encoded before they have a place.
-        most_encoded: requests of the encoder's next call, if so many prompt tokens are pending; 0: none in this step.
+        most_encoded: requests of the encoder's next call, if so many prompt tokens are pending, and all places are
+            taken or not; 0: none in this step.
         pending: prompt tokens left of rows with places.
-        has_encoded: whether this step has encoded a row.
         may_encode: whether the encoder has room for a row's pictures beside other rows.
     """
 
@@ -367,9 +377,8 @@ class PromptsView:
     held: Mapping[str, int]
     free: int
     ahead: int
-    most_encoded: Callable[[int], int]
+    most_encoded: Callable[[int, bool], int]
     pending: int
-    has_encoded: bool
     may_encode: Callable[[str], bool]
     fits: Callable[[Sequence[int]], bool]
 
@@ -396,78 +405,46 @@ def prompts(view: PromptsView) -> Prompts:
     placed: list[str] = []
     joining: list[str] = []
     refused: list[str] = []
-    encoded: tuple[str, ...] = ()
-    free, live, pending = view.free, list(view.live), view.pending
-    line = in_turn(view.lines, view.clients.turn, view.clients.placed)
-    first = _first(line, view.free, view.ahead)
-    is_full = False  # whether memory has no room for the next in line
-    for at, row in enumerate(first):
-        if row.needs_encoding:
-            is_beside_others = bool(live) or bool(view.held)
-            if view.may_encode(row.request_id) or not is_beside_others:
-                most = view.most_encoded(pending)
-                if at >= free and view.has_encoded:
-                    most = 0
-                encoded = _unencoded(first[at:], most)
-            else:
-                is_full = True
-            break
-        if at >= free:
+    # rows that wait for a place, for memory or to be encoded: none but ready ones overtake them
+    passed: list[WaitingRow] = []
+    is_full = False  # whether memory has no room for one of them
+    left, live, pending = view.free, list(view.live), view.pending
+    for row in in_turn(view.lines, view.clients.turn, view.clients.placed):
+        if row.waits:
             continue
+        has_turn = row.is_ready or not (passed or row.needs_encoding)
+        if not left or not has_turn:
+            if not row.is_ready:
+                passed.append(row)
+            continue
+        # a ready row has its memory already, and only frees it by going on
         held = [] if row.is_ready else _held(view, *joining)
         if view.fits([*live, *held, row.tokens]):
+            left -= 1
             live.append(row.tokens)
             pending += row.pending
             (joining if row.is_ready else placed).append(row.request_id)
         elif live or held:
-            free, is_full = 0, True
+            passed.append(row)
+            is_full = True
         else:
             refused.append(row.request_id)
-    if is_full:
-        num_left = view.free - len(placed) - len(joining)
-        joining += _ready_behind(view, joining, live, num_left)
-    return Prompts(tuple(placed), tuple(joining), encoded, tuple(refused))
-
-
-def _ready_behind(
-    view: PromptsView, joining: Sequence[str], live: Sequence[int], num_left: int
-) -> list[str]:
-    """Return ready rows for the places that are left beside a row without room.
-
-    They hold their memory already, and only free it by going on: else the row would wait for them, and they for it.
-    """
-    taken = list(live)
-    found: list[str] = []
-    for row in in_turn(view.lines, view.clients.turn, view.clients.placed):
-        if not row.is_ready or row.request_id in joining:
-            continue
-        if len(found) >= num_left or (taken and not view.fits([*taken, row.tokens])):
-            break
-        taken.append(row.tokens)
-        found.append(row.request_id)
-    return found
-
-
-def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow]:
-    """Return the rows for the free places and those to encode ahead. Ready ones need no encoding."""
-    first: list[WaitingRow] = []
-    for row in line:
-        if row.waits or (len(first) >= free and row.is_ready):
-            continue
-        if len(first) >= free + ahead:
-            break
-        first.append(row)
-    return first
-
-
-def _unencoded(rows: Sequence[WaitingRow], most: int) -> tuple[str, ...]:
-    """Return the ids of the first rows to encode."""
-    return tuple([row.request_id for row in rows if row.needs_encoding][:most])
+    places = 0 if is_full else left
+    coming: list[str] = []
+    for row in passed[: places + view.ahead]:
+        if row.needs_encoding:
+            coming.append(row.request_id)
+    is_alone = not live and not view.held
+    most = 0
+    if coming and (is_alone or view.may_encode(coming[0])):
+        most = view.most_encoded(pending, not places)
+    return Prompts(tuple(placed), tuple(joining), tuple(coming[:most]), tuple(refused))
 
 
 def most_encoded(
     policy: Policy,
     pending: int,
+    is_ahead: bool,
     *,
     is_decoding: bool,
     seconds: float,
@@ -476,6 +453,7 @@ def most_encoded(
     """Return the most requests of the encoder's next call.
 
     Args:
+        is_ahead: whether they have no places yet.
         seconds: what this step has spent on encoding. Beside decoding rows ``encode_seconds`` are enough.
         pending: prompt tokens left of rows with places. Without decoding rows a whole budget of them is enough.
     """
@@ -484,7 +462,7 @@ def most_encoded(
     if is_decoding:
         is_enough = seconds >= policy.encode_seconds
         most = -(-most // policy.beside_decode)
-    return 0 if has_encoded and is_enough else most
+    return 0 if has_encoded and (is_ahead or is_enough) else most
 
 
 # Chunks of prompts -------------------------------------------------------------------------------------------------------
@@ -531,9 +509,9 @@ def chunks(rows: Sequence[PrefillRow], budget: int, policy: Policy) -> tuple[Wor
 
 
 def _end_of_chunk(row: PrefillRow, done: int, budget: int, policy: Policy) -> int:
-    for end in row.ends:
-        if end > done:
-            return end
+    given = first_enough(row.ends, done + 1)
+    if given:
+        return given
     room = row.length - done
     if room > budget + policy.slack:
         room = budget
@@ -551,8 +529,6 @@ def _in_prefill_order(rows: Sequence[PrefillRow], policy: Policy) -> list[Prefil
         level = row.priority + row.waited // policy.ageing_seconds
         return -level, -row.waited / max(row.length - row.done, 1)
 
-    lines: dict[int, list[PrefillRow]] = {}
-    for row in sorted(rows, key=urgency):
-        lines.setdefault(row.client, []).append(row)
+    lines = by_client(sorted(rows, key=urgency))
     placed = {client: len(line) for client, line in lines.items()}
     return list(in_turn(lines, urgency, placed))

@@ -138,7 +138,7 @@ def checked_logits(found: Any, shape: tuple[int, ...]) -> mx.array:
 def check_encoded(encoded: Encoded) -> None:
     """Raise ValueError unless a prompt's embeddings are real numbers (1, L, D)."""
     embeds = encoded.inputs_embeds
-    is_row = embeds.ndim == 3 and embeds.shape[0] == 1
+    is_row = embeds.shape[:-2] == (1,)
     is_real = mx.issubdtype(embeds.dtype, mx.floating)
     if not is_row or not is_real or not encoded.length:
         raise ValueError(
