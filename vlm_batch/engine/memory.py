@@ -17,6 +17,7 @@ from vlm_batch.runtime.memory import reset_peak
 
 #: Lengths at which a row's bytes are stored; others are interpolated.
 LENGTHS = tuple(1 << power for power in range(4, 21))
+UNKNOWN = (0,) * len(LENGTHS)
 #: Steps between two checks of grown rows against the bound.
 GROWTH = 16
 #: Steps after which a launched encoding is done.
@@ -45,7 +46,7 @@ class RowMemory:
         self._slabs = slabs
         self._more = more
         #: Bytes at each of LENGTHS; rows with layers of their own for pictures count as the largest seen.
-        self._at: tuple[int, ...] = ()
+        self._at = UNKNOWN
         self._num_steps = 0
         self._is_probed = False  # known from a prompt without pictures, not from a row
 
@@ -64,24 +65,21 @@ class RowMemory:
         """Learn a row's bytes from its caches of ``seen`` tokens."""
         if self.max_bytes is None:
             return
-        known = () if self._is_probed else self._at
+        known = UNKNOWN if self._is_probed else self._at
         self._is_probed = False
 
         def bytes_at(length: int) -> int:
             return row_bytes(caches, length, seen) + self._more * length
 
         index = min(bisect_left(LENGTHS, seen), len(LENGTHS) - 1)
-        if known and bytes_at(LENGTHS[index]) <= known[index]:
+        if bytes_at(LENGTHS[index]) <= known[index]:
             # rows differ by their pictures alone, which take the same at every length
             return
-        found = tuple(map(bytes_at, LENGTHS))
-        self._at = tuple(map(max, found, known)) if known else found
+        self._at = tuple(map(max, map(bytes_at, LENGTHS), known))
 
     def of(self, tokens: int) -> int:
         """Return a row's bytes; 0 if unknown."""
         at = self._at
-        if not at:
-            return 0
         below = max(0, tokens.bit_length() - LENGTHS[0].bit_length())
         if below + 1 >= len(LENGTHS):
             return at[-1] * tokens // LENGTHS[-1]
