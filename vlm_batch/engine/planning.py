@@ -145,6 +145,9 @@ class Planner:
         if not self._ledger.num(*WAITING):
             return schedule.NO_PROMPTS
         free, ahead = self._rows.num_free, self._policy.encode_ahead
+        is_far = not free and self._ledger.num(Stage.ENCODED) >= ahead
+        if is_far and len(self._ledger.asked) < 2:
+            return schedule.NO_PROMPTS  # as in most steps of a full batch
         lines = self._lines(free + ahead)
         for client in self._resting:
             lines.pop(client, None)
