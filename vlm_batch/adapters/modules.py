@@ -108,8 +108,7 @@ class CutAnswer:
 
 
 def cut_answer(module: Any) -> None:
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (CutAnswer, kind), {"__module__": __name__})
+    module.__class__ = under(CutAnswer)(type(module))
 
 
 def part_of(module: Any, path: str) -> Any:

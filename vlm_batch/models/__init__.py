@@ -47,7 +47,8 @@ def register(spec: ModelSpec) -> Callable[[registry.AdapterType], registry.Adapt
 
 def families() -> tuple[ModelSpec, ...]:
     """Return every registered family, by name."""
-    _import_all()
+    _import_own()
+    _import_entry_points()
     return registered()
 
 
@@ -131,11 +132,6 @@ def package_of(model_type: str) -> ModuleType | None:
             f"{spec.family}: its model code {spec.package!r} has no {' and no '.join(missing)}"
         )
     return package
-
-
-def _import_all() -> None:
-    _import_own()
-    _import_entry_points()
 
 
 @cache

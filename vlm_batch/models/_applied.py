@@ -106,11 +106,8 @@ def scale_rope(language: nn.Module, scaling: dict[str, Any], longest: int) -> bo
     found = False
     for owner, name, child in _children(language):
         if isinstance(child, ROTATIONS):
-            dims = child.dim if isinstance(child, SuScaledRoPE) else child.dims
-            traditional = _is_traditional(child)
-            owner[name] = _rotation(
-                dims, scaling["rope_theta"], traditional, scaling, longest
-            )
+            dims, traditional = _dims_of(child)
+            owner[name] = _rotation(dims, traditional, scaling, longest)
         elif "_inv_freq" in child and "attention_scaling" in vars(child):  # M-RoPE
             _scale_frequencies(child, scaling, longest)
         else:
@@ -129,16 +126,23 @@ def _children(
                 yield owner, name, child
 
 
-def _is_traditional(rotation: Any) -> bool:
-    return not isinstance(rotation, SuScaledRoPE) and bool(rotation.traditional)
+def _dims_of(rotation: Any) -> tuple[int, bool]:
+    """Return a rotation's dimensions, and whether it turns neighbours."""
+    if isinstance(rotation, SuScaledRoPE):
+        return rotation.dim, False
+    return rotation.dims, bool(rotation.traditional)
 
 
 def _rotation(
-    dims: int, base: float, traditional: bool, scaling: dict[str, Any], longest: int
+    dims: int, traditional: bool, scaling: dict[str, Any], longest: int
 ) -> nn.Module:
     """Return mlx-vlm's rotation with transformers' factor."""
     rotation: Any = initialize_rope(
-        dims, base, traditional, {**scaling, "type": scaling["rope_type"]}, longest
+        dims,
+        scaling["rope_theta"],
+        traditional,
+        {**scaling, "type": scaling["rope_type"]},
+        longest,
     )
     factor = attention_factor(scaling, longest)
     if isinstance(rotation, YarnRoPE):
@@ -173,7 +177,7 @@ def _scale_frequencies(embedding: Any, scaling: dict[str, Any], longest: int) ->
             "rope_parameters say longrope, which mlx-vlm's positions on several axes do not have"
         )
     dims = 2 * embedding._inv_freq.size
-    rotation: Any = _rotation(dims, scaling["rope_theta"], False, scaling, longest)
+    rotation: Any = _rotation(dims, False, scaling, longest)
     is_linear = isinstance(rotation, nn.RoPE)
     embedding._inv_freq = (
         embedding._inv_freq * rotation.scale if is_linear else 1.0 / rotation._freqs

@@ -46,15 +46,9 @@ def _add_biases(model: nn.Module, weights: Weights, text: Config) -> None:
     for name, value in weights.items():
         path, _, leaf = name.rpartition(".")
         layer = modules.get(path)
-        is_asked = any(
-            said and re.search(pattern, path) for pattern, said in asked.items()
-        )
-        if (
-            leaf == "bias"
-            and is_asked
-            and type(layer) is nn.Linear
-            and "bias" not in layer
-        ):
+        if leaf != "bias" or type(layer) is not nn.Linear or "bias" in layer:
+            continue
+        if any(said and re.search(pattern, path) for pattern, said in asked.items()):
             layer.bias = mx.zeros(value.shape)
 
 

@@ -47,11 +47,7 @@ def classes_of(*found: Mapping[int, Any]) -> Classes:
 
 def best_class(classes: Classes, layout: Placement) -> tuple[int, ...]:
     """Return the cheapest class for few and many rows, or (1,); the same in every process."""
-    whole: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for counts in classes:
-        usual = _usual(counts, layout)
-        if usual:
-            whole[usual] = counts
+    whole = _by_usual(classes, layout)
     best = min([*whole, (1,)], key=lambda counts: _cost(counts, FORWARD[layout]))
     return whole.get(best, best)
 
@@ -67,21 +63,29 @@ def numbers_apart(
         return {}
     apart: dict[str, tuple[int, ...]] = {}
     for name, bits in found.items():
-        whole = {_usual(counts, layout): counts for counts in classes_of(bits)}
+        whole = _by_usual(classes_of(bits), layout)
         if COUNTS[layout] in whole:
             continue
-        known = [usual for usual in whole if usual]
-        if not known:
+        if not whole:
             return {}
-        best = min(known, key=lambda one: (_launches(one, layout), -one[-1]))
+        best = min(whole, key=lambda one: (_launches(one, layout), -one[-1]))
         apart[name] = whole[best]
     return apart if len(apart) <= MOST_APART else {}
 
 
 def forwards(counts: Sequence[int], layout: Placement) -> int:
     """Return the forwards of a step, summed over ``JUDGED_BY``."""
-    most = max(count for count in counts if count <= COUNTS[layout][-1])
+    most = max(_usual(counts, layout))
     return sum(-(-rows // most) for rows in JUDGED_BY)
+
+
+def _by_usual(
+    classes: Classes, layout: Placement
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Return the classes that have usual numbers, by these numbers."""
+    by_usual = {_usual(counts, layout): counts for counts in classes}
+    by_usual.pop((), None)
+    return by_usual
 
 
 def _usual(counts: Sequence[int], layout: Placement) -> tuple[int, ...]:
