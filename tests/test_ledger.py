@@ -310,8 +310,9 @@ PROMPTS = PromptsView(
     held={},
     free=2,
     ahead=1,
-    most_encoded=lambda pending, _: 4 if pending < 100 else 0,
+    most_encoded=lambda pending: 4 if pending < 100 else 0,
     pending=0,
+    has_encoded=False,
     may_encode=lambda _: True,
     fits=within(10**6),
 )
@@ -354,20 +355,37 @@ def test_ready_rows_go_before_one_that_memory_has_no_room_for(free: int) -> None
     unread = new._replace(needs_encoding=True)
     tight = replace(view, lines=lines(unread, ready), may_encode=lambda _: False)
     assert prompts(tight) == Prompts(joining=("r",))
-    assert prompts(replace(view, fits=within(9))) == Prompts(refused=("r",))
+    # one that fits nowhere goes on: the next look at memory ends it
+    assert prompts(replace(view, fits=within(9))) == Prompts(joining=("r",))
     assert prompts(replace(view, live=[10])) == Prompts()
+
+
+def test_a_ready_row_leaves_its_place_to_one_before_it_that_is_encoded_first() -> None:
+    """Else a client with many further answers would get each place that is free while another's row has none."""
+    new = waiting("new", 2, needs_encoding=True, tokens=0)
+    ready = [waiting(name, is_ready=True) for name in ("r", "s")]
+    view = replace(
+        PROMPTS,
+        clients=clients({1: 1}, {1: 3, 2: 1}),
+        lines=lines(new, *ready),
+        live=[10],
+        held={"r": 10, "s": 10},
+        free=1,
+    )
+    assert prompts(view) == Prompts(encoded=("new",))
+    assert prompts(replace(view, most_encoded=lambda _: 0)) == Prompts()
+    encoded = replace(view, lines=lines(new._replace(needs_encoding=False), *ready))
+    assert prompts(encoded) == Prompts(("new",))
 
 
 def test_rows_are_encoded_for_places_and_then_ahead_once_a_step() -> None:
     new = [waiting(name, needs_encoding=True, tokens=0) for name in "abcd"]
     view = replace(PROMPTS, lines=lines(*new))
     assert prompts(view) == Prompts(encoded=("a", "b", "c"))
-    alone = replace(view, most_encoded=lambda *_: 1)
-    assert prompts(alone) == Prompts(encoded=("a",))
-    later: Any = {"most_encoded": lambda _, is_ahead: 0 if is_ahead else 4}
-    assert prompts(replace(view, **later)) == Prompts(encoded=("a", "b", "c"))
+    assert prompts(replace(view, most_encoded=lambda _: 1)) == Prompts(encoded=("a",))
+    assert prompts(replace(view, has_encoded=True)) == Prompts(encoded=("a", "b", "c"))
     # where the encoder has no room, a row is encoded by itself: one that gets its place now is beside it
-    tight = replace(view, may_encode=lambda _: False, most_encoded=lambda *_: 1)
+    tight = replace(view, may_encode=lambda _: False, most_encoded=lambda _: 1)
     assert prompts(tight) == Prompts(encoded=("a",))
     assert prompts(replace(tight, live=[10])) == Prompts()
     assert prompts(replace(tight, held={"p": 10})) == Prompts()
@@ -375,11 +393,10 @@ def test_rows_are_encoded_for_places_and_then_ahead_once_a_step() -> None:
     assert prompts(placed) == Prompts(("x",))
     full = replace(view, free=0)
     assert prompts(full) == Prompts(encoded=("a",))
-    assert prompts(replace(full, **later)) == Prompts()
+    assert prompts(replace(full, has_encoded=True)) == Prompts()
     # what was placed in this very plan counts as pending
     long = lines(waiting("x", pending=100), *new)
     assert prompts(replace(view, lines=long)) == Prompts(("x",))
     # none goes before one that is to be encoded
     first = lines(waiting("a", needs_encoding=True), waiting("b"))
-    none = replace(PROMPTS, lines=first, most_encoded=lambda *_: 0)
-    assert prompts(none) == Prompts()
+    assert prompts(replace(PROMPTS, lines=first, most_encoded=lambda _: 0)) == Prompts()

@@ -16,20 +16,20 @@ from vlm_batch.engine.shapes import Shapes
 FEW = 4
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """Rows of one kind may decode together."""
 
     suspect: Row | None = None  # whose last forward failed: it is alone
     least: int = 0  # fewest columns of slabs
 
 
-USUAL = Kind()
+USUAL = GroupKind()
 
 
 class DecodeBatch:
     """Rows of one decode forward; ``places[b]``: the row at place b, or None."""
 
-    def __init__(self, shapes: Shapes, max_rows: int, kind: Kind = USUAL) -> None:
+    def __init__(self, shapes: Shapes, max_rows: int, kind: GroupKind = USUAL) -> None:
         self.kind = kind
         self.max_rows = max_rows
         self._shapes = shapes

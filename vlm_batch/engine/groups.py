@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vlm_batch.caches import Placement
-from vlm_batch.engine.batch import DecodeBatch, Kind, next_length
+from vlm_batch.engine.batch import DecodeBatch, GroupKind, next_length
 from vlm_batch.engine.row import Row
 from vlm_batch.engine.shapes import Shapes
 
@@ -65,11 +65,11 @@ class DecodeGroups:
         group.join(row, caches, min(others, most - 1))
         self.groups = tuple(sorted((*self.groups, group), key=lambda one: one.is_apart))
 
-    def _kind(self, row: Row) -> Kind:
+    def _kind(self, row: Row) -> GroupKind:
         suspect = row if row.is_suspect else None
-        return Kind(suspect, self._shapes.least_columns(next_length(row)))
+        return GroupKind(suspect, self._shapes.least_columns(next_length(row)))
 
-    def _of_kind(self, kind: Kind) -> list[DecodeBatch]:
+    def _of_kind(self, kind: GroupKind) -> list[DecodeBatch]:
         return [group for group in self.groups if group.kind == kind]
 
     def misplaced(self) -> list[Row]:
@@ -97,7 +97,7 @@ class DecodeGroups:
             places = full * self._most + shapes.places(rest, self._most)
             if len(lengths) > 1:
                 there = sum(
-                    len(group.places) for group in self._of_kind(Kind(None, least))
+                    len(group.places) for group in self._of_kind(GroupKind(None, least))
                 )
                 places = max(places, there)
             columns = shapes.columns(max(of_kind), least)

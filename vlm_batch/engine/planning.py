@@ -116,11 +116,10 @@ class Planner:
         return found
 
     def _waits(self, row: Row, others: Sequence[Row]) -> bool:
-        """Return whether a row waits for its form, or for the beginning of its prompt that another will leave."""
-        if row.stage is Stage.READY:
-            return row.is_untold
-        is_new = row.stage is Stage.PREPARED and bool(others)
-        return is_new and self._reuse.waits_for(row, others)
+        """Return whether a row waits for the beginning of its prompt that another will leave."""
+        if row.stage is not Stage.PREPARED or not others:
+            return False
+        return self._reuse.waits_for(row, others)
 
     def _new(self, row: Row, clients: schedule.Clients) -> schedule.NewRow:
         has_length = row.stage in (Stage.ENCODED, Stage.READY)
@@ -144,6 +143,7 @@ class Planner:
         """Plan who gets a free place and who is encoded next. ``seconds``: spent on encoding in this step."""
         if not self._ledger.num(*WAITING):
             return schedule.NO_PROMPTS
+        has_encoded = seconds > 0
         free, ahead = self._rows.num_free, self._policy.encode_ahead
         is_far = not free and self._ledger.num(Stage.ENCODED) >= ahead
         if is_far and len(self._ledger.asked) < 2:
@@ -165,9 +165,10 @@ class Planner:
                 self._policy,
                 is_decoding=self._rows.is_heard,
                 seconds=seconds,
-                has_encoded=seconds > 0,
+                has_encoded=has_encoded,
             ),
             pending=self._rows.num_pending,
+            has_encoded=has_encoded,
             may_encode=self._may_encode,
             fits=self._memory.fits,
         )
@@ -200,15 +201,19 @@ class Planner:
         others = self._ledger.at(Stage.PREFILL, Stage.ENCODED)
         lines: dict[int, list[schedule.WaitingRow]] = {}
         for client, rows in self._ledger.lines().items():
-            line = lines[client] = []
+            line: list[schedule.WaitingRow] = []
             left = most
-            for row in rows:  # ready ones first
-                is_ready = row.stage is Stage.READY
-                if not left and not is_ready:
+            for row in rows:
+                if row.stage is Stage.READY:
+                    if not row.is_untold:
+                        line.append(waiting(row))
+                    continue
+                if not left:
                     break
                 waits = self._waits(row, others)
                 line.append(waiting(row, waits=waits))
-                left -= not (waits or is_ready)
+                left -= not waits
+            lines[client] = line
         return lines
 
     def _may_encode(self, request_id: str) -> bool:

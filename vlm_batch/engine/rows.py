@@ -155,7 +155,7 @@ class Rows:
         if row.answer.path is not None:
             siblings = begin_options(row, row.answer.path, logits.shape[-1])
             self.ledger.asked[row.client] += len(siblings)
-        else:
+        elif row.siblings:
             fork(row, row.siblings)
             siblings, row.siblings = row.siblings, ()
         for sibling in siblings:

@@ -56,9 +56,7 @@ class WaitingRow(NamedTuple):
     tokens: int  # 0 until it is encoded
     needs_encoding: bool = False
     is_ready: bool = False  # prefilled, or parked
-    waits: bool = (
-        False  # for its form, or for the prefix that a row before it will leave
-    )
+    waits: bool = False  # for the prefix that a row before it will leave
     pending: int = 0  # prompt tokens to prefill, once it is encoded
 
 
@@ -365,9 +363,9 @@ class PromptsView:
         live: tokens of each row with a place.
         held: tokens of each parked row and further answer, by id.
         ahead: rows that are encoded before they have a place.
-        most_encoded: requests of the encoder's next call, if so many prompt tokens are pending, and all places are
-            taken or not; 0: none in this step.
+        most_encoded: requests of the encoder's next call, if so many prompt tokens are pending; 0: none in this step.
         pending: prompt tokens left of rows with places.
+        has_encoded: whether this step has encoded a row.
         may_encode: whether the encoder has room for a row's pictures beside other rows.
     """
 
@@ -377,8 +375,9 @@ class PromptsView:
     held: Mapping[str, int]
     free: int
     ahead: int
-    most_encoded: Callable[[int, bool], int]
+    most_encoded: Callable[[int], int]
     pending: int
+    has_encoded: bool
     may_encode: Callable[[str], bool]
     fits: Callable[[Sequence[int]], bool]
 
@@ -405,46 +404,78 @@ def prompts(view: PromptsView) -> Prompts:
     placed: list[str] = []
     joining: list[str] = []
     refused: list[str] = []
-    # rows that wait for a place, for memory or to be encoded: none but ready ones overtake them
-    passed: list[WaitingRow] = []
-    is_full = False  # whether memory has no room for one of them
-    left, live, pending = view.free, list(view.live), view.pending
-    for row in in_turn(view.lines, view.clients.turn, view.clients.placed):
-        if row.waits:
+    encoded: tuple[str, ...] = ()
+    free, live, pending = view.free, list(view.live), view.pending
+    line = in_turn(view.lines, view.clients.turn, view.clients.placed)
+    first = _first(line, view.free, view.ahead)
+    is_full = False  # whether memory has no room for the next in line
+    for at, row in enumerate(first):
+        if row.needs_encoding:
+            is_beside_others = bool(live) or bool(view.held)
+            if view.may_encode(row.request_id) or not is_beside_others:
+                most = view.most_encoded(pending)
+                if at >= free and view.has_encoded:
+                    most = 0
+                encoded = _unencoded(first[at:], most)
+            else:
+                is_full = True
+            break
+        if at >= free:
             continue
-        has_turn = row.is_ready or not (passed or row.needs_encoding)
-        if not left or not has_turn:
-            if not row.is_ready:
-                passed.append(row)
-            continue
-        # a ready row has its memory already, and only frees it by going on
         held = [] if row.is_ready else _held(view, *joining)
         if view.fits([*live, *held, row.tokens]):
-            left -= 1
             live.append(row.tokens)
             pending += row.pending
             (joining if row.is_ready else placed).append(row.request_id)
         elif live or held:
-            passed.append(row)
-            is_full = True
+            free, is_full = 0, True
         else:
             refused.append(row.request_id)
-    places = 0 if is_full else left
-    coming: list[str] = []
-    for row in passed[: places + view.ahead]:
-        if row.needs_encoding:
-            coming.append(row.request_id)
-    is_alone = not live and not view.held
-    most = 0
-    if coming and (is_alone or view.may_encode(coming[0])):
-        most = view.most_encoded(pending, not places)
-    return Prompts(tuple(placed), tuple(joining), tuple(coming[:most]), tuple(refused))
+    if is_full:
+        num_left = view.free - len(placed) - len(joining)
+        joining += _ready_behind(view, joining, live, num_left)
+    return Prompts(tuple(placed), tuple(joining), encoded, tuple(refused))
+
+
+def _ready_behind(
+    view: PromptsView, joining: Sequence[str], live: Sequence[int], num_left: int
+) -> list[str]:
+    """Return ready rows for the places that are left beside a row without room.
+
+    They hold their memory already, and only free it by going on: else the row would wait for them, and they for it.
+    """
+    taken = list(live)
+    found: list[str] = []
+    for row in in_turn(view.lines, view.clients.turn, view.clients.placed):
+        if not row.is_ready or row.request_id in joining:
+            continue
+        if len(found) >= num_left or (taken and not view.fits([*taken, row.tokens])):
+            break
+        taken.append(row.tokens)
+        found.append(row.request_id)
+    return found
+
+
+def _first(line: Iterator[WaitingRow], free: int, ahead: int) -> list[WaitingRow]:
+    """Return the rows for the free places and those to encode ahead. Ready ones need no encoding."""
+    first: list[WaitingRow] = []
+    for row in line:
+        if row.waits or (len(first) >= free and row.is_ready):
+            continue
+        if len(first) >= free + ahead:
+            break
+        first.append(row)
+    return first
+
+
+def _unencoded(rows: Sequence[WaitingRow], most: int) -> tuple[str, ...]:
+    """Return the ids of the first rows to encode."""
+    return tuple([row.request_id for row in rows if row.needs_encoding][:most])
 
 
 def most_encoded(
     policy: Policy,
     pending: int,
-    is_ahead: bool,
     *,
     is_decoding: bool,
     seconds: float,
@@ -453,7 +484,6 @@ def most_encoded(
     """Return the most requests of the encoder's next call.
 
     Args:
-        is_ahead: whether they have no places yet.
         seconds: what this step has spent on encoding. Beside decoding rows ``encode_seconds`` are enough.
         pending: prompt tokens left of rows with places. Without decoding rows a whole budget of them is enough.
     """
@@ -462,7 +492,7 @@ def most_encoded(
     if is_decoding:
         is_enough = seconds >= policy.encode_seconds
         most = -(-most // policy.beside_decode)
-    return 0 if has_encoded and (is_ahead or is_enough) else most
+    return 0 if has_encoded and is_enough else most
 
 
 # Chunks of prompts -------------------------------------------------------------------------------------------------------
