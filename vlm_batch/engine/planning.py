@@ -145,8 +145,8 @@ class Planner:
             return schedule.NO_PROMPTS
         has_encoded = seconds > 0
         free, ahead = self._rows.num_free, self._policy.encode_ahead
-        is_far = not free and self._ledger.num(Stage.ENCODED) >= ahead
-        if is_far and len(self._ledger.asked) < 2:
+        is_full = not free and self._ledger.num(Stage.ENCODED) >= ahead
+        if is_full and len(self._ledger.asked) < 2:
             return schedule.NO_PROMPTS  # as in most steps of a full batch
         lines = self._lines(free + ahead)
         for client in self._resting:
